@@ -1,0 +1,175 @@
+// Python's view of the planner core. The readable interface is planner/api.py; nothing is decided here.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cmath>
+#include <memory>
+#include <stdexcept>
+
+#include "planner/core/balance.h"
+#include "planner/core/plan.h"
+
+namespace nb = nanobind;
+using namespace fastkern;
+
+namespace {
+
+using Matrix = nb::ndarray<const i64, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Bytes = nb::ndarray<nb::numpy, u8, nb::ndim<1>>;
+
+Bytes to_array(std::vector<u8>&& block) {
+    auto* owned = new std::vector<u8>(std::move(block));
+    nb::capsule owner(owned, [](void* p) noexcept { delete static_cast<std::vector<u8>*>(p); });
+    return Bytes(owned->data(), {owned->size()}, owner);
+}
+
+const Header& checked_header(const nb::ndarray<const u8, nb::ndim<1>, nb::c_contig>& block) {
+    if (block.size() < sizeof(Header)) throw std::invalid_argument("a stage table is at least a header long");
+    return *reinterpret_cast<const Header*>(block.data());
+}
+
+nb::dict schema() {
+    nb::dict result;
+    const auto add = [&result](const char* name, auto fill) {
+        nb::list fields;
+        fill([&fields](const char* field, std::size_t size) {
+            fields.append(nb::make_tuple(field, size == 8 ? "u8" : "u4"));
+        });
+        result[name] = fields;
+    };
+#define FASTKERN_SCHEMA_FIELD(type, name) emit(#name, sizeof(type));
+#define FASTKERN_SCHEMA(Name, FIELDS) add(#Name, [](auto emit) { FIELDS(FASTKERN_SCHEMA_FIELD) })
+    FASTKERN_SCHEMA(Header, FASTKERN_HEADER_FIELDS);
+    FASTKERN_SCHEMA(Queue, FASTKERN_QUEUE_FIELDS);
+    FASTKERN_SCHEMA(Post, FASTKERN_POST_FIELDS);
+    FASTKERN_SCHEMA(Stage, FASTKERN_STAGE_FIELDS);
+    FASTKERN_SCHEMA(Stream, FASTKERN_STREAM_FIELDS);
+    FASTKERN_SCHEMA(Segment, FASTKERN_SEGMENT_FIELDS);
+    FASTKERN_SCHEMA(Link, FASTKERN_LINK_FIELDS);
+    return result;
+}
+
+nb::dict constants() {
+    nb::dict c;
+    c["MAGIC"] = kTableMagic;
+    c["VERSION"] = kTableVersion;
+    c["NO_SLOT"] = kNoSlot;
+    c["VALUE_BITS"] = kValueBits;
+    nb::list queues, phases, policies;
+    for (const char* name : {"pack", "push", "put", "receive", "land", "take"}) queues.append(name);
+    const Stage stage{0, 0, 0, 1, 0, 0, 0};
+    for (u32 q = 0; q < kNumQueues; ++q) phases.append(plan_time(q, stage, 0) % 4);
+    for (u32 p = 0; p < kNumPolicies; ++p) policies.append(policy_name(p));
+    c["QUEUES"] = queues;
+    c["PHASES"] = phases;
+    c["POLICIES"] = policies;
+    return c;
+}
+
+Topology make_topology(u32 servers, u32 gpus_per_server, double scale_up_gbps, double scale_out_gbps,
+                       double alpha_us, bool mesh) {
+    Topology t;
+    t.servers = servers;
+    t.gpus_per_server = gpus_per_server;
+    // 1 GB/s = 1e9 bytes/s: 1024 bytes take 1024000 / GBps picoseconds.
+    t.scale_up_cost = static_cast<u64>(std::llround(1024000.0 / scale_up_gbps));
+    t.scale_out_cost = static_cast<u64>(std::llround(1024000.0 / scale_out_gbps));
+    t.alpha_ps = static_cast<u64>(std::llround(alpha_us * 1e6));
+    t.mesh = mesh;
+    return t;
+}
+
+}  // namespace
+
+NB_MODULE(_core, m) {
+    m.def("schema", &schema);
+    m.def("constants", &constants);
+    m.def("data_layout", [](nb::ndarray<const u8, nb::ndim<1>, nb::c_contig> block) {
+        const DataLayout d = data_layout(checked_header(block));
+        nb::dict result;
+        result["send"] = d.send;
+        result["receive"] = d.receive;
+        result["window"] = d.window;
+        result["bytes"] = d.bytes;
+        return result;
+    });
+    m.def("flag_slots", [](u32 servers, u32 gpus_per_server, u32 chunk_slots) {
+        return FlagLayout{servers * gpus_per_server, servers, gpus_per_server, chunk_slots}.num_slots();
+    });
+
+    nb::class_<Topology>(m, "Topology")
+        .def("__init__",
+             [](Topology* t, u32 servers, u32 gpus, double up, double out, double alpha, bool mesh) {
+                 new (t) Topology(make_topology(servers, gpus, up, out, alpha, mesh));
+             })
+        .def_ro("scale_up_cost", &Topology::scale_up_cost)
+        .def_ro("scale_out_cost", &Topology::scale_out_cost)
+        .def_ro("alpha_ps", &Topology::alpha_ps);
+
+    nb::class_<Plan>(m, "Plan")
+        .def("table_bytes",
+             [](const Plan& p, u32 rank) {
+                 if (rank >= p.traffic.num_ranks) throw std::out_of_range("rank is not in the plan");
+                 return to_array(lower(p, rank));
+             })
+        .def("puts", &Plan::puts)
+        .def("validate", [](const Plan& p) { return validate(p); }, nb::call_guard<nb::gil_scoped_release>())
+        .def("validate_tables",
+             [](const Plan& p, const std::vector<nb::bytes>& tables) {
+                 std::vector<std::vector<u8>> blocks;
+                 for (const nb::bytes& t : tables) {
+                     const u8* data = static_cast<const u8*>(static_cast<const void*>(t.c_str()));
+                     blocks.emplace_back(data, data + t.size());
+                 }
+                 return validate_tables(p, blocks);
+             })
+        .def("order",
+             [](const Plan& p) {
+                 nb::list puts;
+                 for (const Put& x : p.order)
+                     puts.append(nb::make_tuple(x.sender, x.receiver, x.row_end - x.row_begin, x.ticks_begin,
+                                                x.ticks_end));
+                 return puts;
+             })
+        .def("rail_rows",
+             [](const Plan& p, u32 a, u32 b) {
+                 std::vector<u64> rows;
+                 for (u32 l = 0; l < p.traffic.gpus_per_server; ++l) rows.push_back(p.traffic.rail_rows(a, b, l));
+                 return rows;
+             })
+        .def("balance",
+             [](const Plan& p, u32 a, u32 b) {
+                 TilePieces tile;
+                 balance_tile(p.traffic, a, b, &tile);
+                 nb::list pieces;
+                 for (const Piece& x : tile.pieces)
+                     pieces.append(nb::make_tuple(x.rail, x.src_local, x.dst_local, x.num_rows));
+                 return pieces;
+             })
+        .def_prop_ro("scale_up_rows",
+                     [](const Plan& p) {
+                         const ScaleUpLoad load = p.scale_up_load();
+                         return nb::make_tuple(load.most_out, load.most_in, load.most_link);
+                     })
+        .def_prop_ro("policy", [](const Plan& p) { return policy_name(p.policy); })
+        .def_prop_ro("bound_rows", &Plan::bound_rows)
+        .def_prop_ro("completion_rows", &Plan::completion_rows)
+        .def_prop_ro("max_puts_per_rank", &Plan::max_puts_per_rank)
+        .def_ro("row_bytes", &Plan::row_bytes)
+        .def_ro("hash", &Plan::hash)
+        .def_ro("why", &Plan::why)
+        .def_prop_ro("num_ranks", [](const Plan& p) { return p.traffic.num_ranks; });
+
+    m.def("plan", [](Matrix traffic, const Topology& topology, u64 row_bytes, u32 policy, u64 chunk_bytes,
+                     u32 chunk_slots, u32 credit_lead) {
+        const u32 r = topology.num_ranks();
+        if (traffic.shape(0) != r || traffic.shape(1) != r)
+            throw std::invalid_argument("traffic must have shape [" + std::to_string(r) + ", " +
+                                        std::to_string(r) + "]");
+        return make_plan(traffic.data(), topology, row_bytes, static_cast<PolicyChoice>(policy),
+                         Options{chunk_bytes, chunk_slots, credit_lead});
+    });
+}

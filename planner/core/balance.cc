@@ -1,0 +1,74 @@
+#include "planner/core/balance.h"
+
+#include <algorithm>
+
+namespace fastkern {
+
+void balance_tile(const Traffic& traffic, u32 a, u32 b, TilePieces* out) {
+    const u32 m = traffic.gpus_per_server;
+    // Scratch kept between calls: a plan balances many tiles.
+    thread_local std::vector<u64> left, next_row, own, room;
+    thread_local std::vector<Piece> moved;
+    left.resize(static_cast<std::size_t>(m) * m);
+    next_row.assign(static_cast<std::size_t>(m) * m, 0);
+    own.assign(m, 0);
+    room.resize(m);
+    moved.clear();
+    for (u32 i = 0; i < m; ++i) {
+        const u64* row = &traffic.rows[static_cast<std::size_t>(a * m + i) * traffic.num_ranks + b * m];
+        for (u32 d = 0; d < m; ++d) own[i] += left[i * m + d] = row[d];
+    }
+    for (u32 l = 0; l < m; ++l) {
+        const u64 cap = traffic.rail_rows(a, b, l);
+        room[l] = cap > own[l] ? cap - own[l] : 0;
+    }
+    const auto move = [&](u32 i, u32 rail, u32 d, u64 num_rows) {
+        moved.push_back({rail, i, d, 0, next_row[i * m + d], num_rows});
+        next_row[i * m + d] += num_rows;
+        left[i * m + d] -= num_rows;
+        room[rail] -= num_rows;
+        own[i] -= num_rows;
+    };
+    for (u32 i = 0; i < m; ++i) {
+        const u64 cap = traffic.rail_rows(a, b, i);
+        if (own[i] <= cap) continue;
+        for (u32 k = 1; k < m && own[i] > cap; ++k) {  // on the destination's rail
+            const u32 d = (i + k) % m;
+            const u64 n = std::min({own[i] - cap, room[d], left[i * m + d]});
+            if (n) move(i, d, d, n);
+        }
+        for (u32 k = 1; k < m && own[i] > cap; ++k) {  // on any rail, rows for our own index last
+            const u32 rail = (i + k) % m;
+            for (u32 j = 1; j <= m && room[rail] && own[i] > cap; ++j) {
+                const u32 d = (i + j) % m;
+                const u64 n = std::min({own[i] - cap, room[rail], left[i * m + d]});
+                if (n) move(i, rail, d, n);
+            }
+        }
+    }
+    std::stable_sort(moved.begin(), moved.end(),
+                     [](const Piece& x, const Piece& y) { return x.rail < y.rail; });
+    out->pieces.clear();
+    out->rail_begin.resize(m + 1);
+    std::size_t next_moved = 0;
+    for (u32 l = 0; l < m; ++l) {
+        out->rail_begin[l] = static_cast<u32>(out->pieces.size());
+        u64 stream_row = 0;
+        for (u32 k = 0; k < m; ++k) {
+            const u32 d = (l + k) % m;
+            const u64 n = left[l * m + d];
+            if (!n) continue;
+            out->pieces.push_back({l, l, d, stream_row, next_row[l * m + d], n});
+            stream_row += n;
+        }
+        for (; next_moved < moved.size() && moved[next_moved].rail == l; ++next_moved) {
+            Piece p = moved[next_moved];
+            p.stream_row = stream_row;
+            stream_row += p.num_rows;
+            out->pieces.push_back(p);
+        }
+    }
+    out->rail_begin[m] = static_cast<u32>(out->pieces.size());
+}
+
+}  // namespace fastkern

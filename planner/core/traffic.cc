@@ -1,0 +1,101 @@
+#include "planner/core/traffic.h"
+
+#include <algorithm>
+#include <limits>
+#include <stdexcept>
+#include <string>
+
+namespace fastkern {
+
+u64 transfer_ps(u64 bytes, u64 ps_per_kib) {
+    const unsigned __int128 ps = static_cast<unsigned __int128>(bytes) * ps_per_kib / 1024;
+    constexpr u64 most = std::numeric_limits<i64>::max();
+    return ps > most ? most : static_cast<u64>(ps);
+}
+
+namespace {
+
+constexpr u64 kMost = std::numeric_limits<i64>::max();
+
+[[noreturn]] void refuse(const std::string& text) { throw std::invalid_argument(text); }
+
+void check_sum(unsigned __int128 sum, u64 row_bytes, const char* what, u32 index) {
+    if (sum > kMost)
+        refuse(std::string("traffic: the sum of ") + what + " " + std::to_string(index) +
+               " passes 2^63 - 1 rows");
+    if (sum * row_bytes > kMost)
+        refuse(std::string("traffic: ") + what + " " + std::to_string(index) + " holds " +
+               std::to_string(static_cast<u64>(sum)) + " rows of " + std::to_string(row_bytes) +
+               " bytes, which passes 2^63 - 1 bytes");
+}
+
+}  // namespace
+
+Traffic make_traffic(const i64* matrix, const Topology& topology, u64 row_bytes) {
+    Traffic t;
+    t.servers = topology.servers;
+    t.gpus_per_server = topology.gpus_per_server;
+    t.num_ranks = topology.num_ranks();
+    const std::size_t r = t.num_ranks;
+    t.rows.resize(r * r);
+    u64 any = 0;
+    for (std::size_t k = 0; k < r * r; ++k) {
+        t.rows[k] = static_cast<u64>(matrix[k]);
+        any |= t.rows[k];
+    }
+    if (any > kMost) {  // the sign bit of some entry is set
+        const std::size_t k = std::find_if(matrix, matrix + r * r, [](i64 v) { return v < 0; }) - matrix;
+        refuse("traffic[" + std::to_string(k / r) + "][" + std::to_string(k % r) + "] is " +
+               std::to_string(matrix[k]) + ": rows must not be negative");
+    }
+    // One wide total usually proves every sum safe; only when it does not is each one looked at.
+    unsigned __int128 total = 0;
+    std::vector<u64> column(r, 0);
+    for (std::size_t s = 0; s < r; ++s)
+        for (std::size_t d = 0; d < r; ++d) {
+            total += t.rows[s * r + d];
+            column[d] += t.rows[s * r + d];
+        }
+    if (total * row_bytes > kMost) {
+        for (std::size_t k = 0; k < r; ++k) {
+            unsigned __int128 out = 0, in = 0;
+            for (std::size_t j = 0; j < r; ++j) {
+                out += t.rows[k * r + j];
+                in += t.rows[j * r + k];
+            }
+            check_sum(out, row_bytes, "row", static_cast<u32>(k));
+            check_sum(in, row_bytes, "column", static_cast<u32>(k));
+        }
+        if (total > kMost || total * row_bytes > kMost)
+            refuse("traffic: the sum of all entries passes 2^63 - 1 " +
+                   std::string(total > kMost ? "rows" : "bytes"));
+    }
+    t.max_output_rows = *std::max_element(column.begin(), column.end());
+
+    const u32 n = t.servers, m = t.gpus_per_server;
+    t.tiles.assign(static_cast<std::size_t>(n) * n, 0);
+    for (u32 a = 0; a < n; ++a)
+        for (u32 i = a * m; i < (a + 1) * m; ++i) {
+            const u64* row = &t.rows[i * r];
+            for (u32 b = 0; b < n; ++b) {
+                if (b == a) continue;
+                u64 sum = 0;
+                for (u32 d = b * m; d < (b + 1) * m; ++d) sum += row[d];
+                t.tiles[static_cast<std::size_t>(a) * n + b] += sum;
+            }
+        }
+    for (u32 l = 0; l < m; ++l)
+        for (u32 a = 0; a < n; ++a) {
+            u64 out = 0, in = 0;
+            for (u32 b = 0; b < n; ++b) {
+                if (b == a) continue;
+                out += t.rail_rows(a, b, l);
+                in += t.rail_rows(b, a, l);
+            }
+            t.max_rail_out = std::max(t.max_rail_out, out);
+            t.max_rail_in = std::max(t.max_rail_in, in);
+        }
+    return t;
+}
+
+}  // namespace fastkern
