@@ -1,0 +1,185 @@
+// The persistent kernel: one launch per rank and call; blocks run the items of the rank's six queues.
+//
+// Memory order. A flag lives with its waiter and has one writer. Writer: all lanes write their data,
+// drain() (each wave on AMD), block barrier, then one lane's store-release at system scope. Reader: one
+// lane's load-acquire at system scope, then the block barrier of the broadcast, then all lanes read.
+// Who writes what (rank r, server s, local rank l; e: epoch):
+//   ready [r] at local peers and, in direct mode, at r's senders   kernel start of r
+//   credit[r] at r's next sender                                   kernel start, or r's receive item
+//   pack, push, land, arrive                                       the item of that name's writer
+// Every remote write but ready, credit and abort waits for the target's ready or credit of this epoch,
+// so "kernel start" means "my buffers are free", and nothing is zeroed between calls.
+//
+// Claiming. A block looks at the heads of all queues and takes, by compare-and-swap on the queue's
+// ticket, only an item that can run now; it then runs it without waiting. No block holds an item while it
+// waits, so any number of blocks ends: plan times strictly increase along dependencies and never fall in
+// a queue, so the earliest item not yet run anywhere is at the head of its queue and can run.
+//
+// Example, 2 servers x 2 ranks, ranks 0 and 1 send 8 and 4 rows to server 1, chunks of 6 rows. Rank 0 packs
+// 6 rows into its own staging and 2 into rank 1's, then signals pack[0] at both. Rank 1 adds its 4. Each
+// puts one chunk of 6 rows to its same-index peer (0 -> 2, 1 -> 3) once pack flags and credit are there,
+// and signals arrive. Rank 3 lands what is its own, hands the rest to rank 2's window and signals land[1]
+// there; rank 2 copies window -> output.
+#pragma once
+
+#include "kernels/body/items.h"
+
+namespace fastkern {
+
+// What lane 0 decided, for all lanes of the block.
+enum Decision : u32 { kRunItem, kLookAgain, kLeave };
+
+struct Choice {
+    Item item;
+    u32 decision;
+};
+
+template <class Target, class Transport>
+FASTKERN_DEVICE void post_start_flags(const Target& target, const Transport& transport, const TableView& table) {
+    for (u32 k = target.lane(); k < table.header->num_posts; k += target.num_lanes()) {
+        const Post& p = table.posts[k];
+        transport.signal(p.rank, p.slot, p.value, kScaleUp, 0);
+    }
+}
+
+// One lane's search for the runnable head of least plan time.
+template <class Target, class Transport>
+class Picker {
+  public:
+    FASTKERN_DEVICE Picker(const Target& target, const Transport& transport, const KernelArgs& args)
+        : target_(target), transport_(transport), args_(args), table_(view_table(args.table)) {
+        for (u32 q = 0; q < kNumQueues; ++q) stage_[q] = 0;
+        last_progress_ns_ = target_.now_ns();
+    }
+
+    FASTKERN_DEVICE Choice pick() {
+        Control* control = args_.controls[args_.rank];
+        Choice choice{};
+        choice.decision = kLookAgain;
+        transport_.progress();
+        u64 best_time = ~u64{0}, claimed = 0;
+        Item stuck{};
+        u64 stuck_time = ~u64{0};
+        bool any_left = false;
+        for (u32 q = 0; q < kNumQueues; ++q) {
+            u64 ticket = target_.load_relaxed(&control->tickets[q]);
+            // Items without rows need no wait and do nothing: pass them here.
+            while (ticket < table_.queues[q].num_items) {
+                const Item item = locate(q, ticket);
+                if (item.num_rows != 0) break;
+                if (target_.compare_and_swap(&control->tickets[q], ticket, ticket + 1)) {
+                    last_progress_ns_ = 0;
+                    ++ticket;
+                } else {
+                    ticket = target_.load_relaxed(&control->tickets[q]);
+                }
+            }
+            claimed += ticket;
+            if (ticket >= table_.queues[q].num_items) continue;
+            any_left = true;
+            const Item item = locate(q, ticket);
+            const u64 time = item_time(table_, item);
+            if (time >= best_time) continue;
+            if (can_run(transport_, table_, item, nullptr)) {
+                best_time = time;
+                choice.item = item;
+                choice.decision = kRunItem;
+            } else if (time < stuck_time) {
+                stuck_time = time;
+                stuck = item;
+            }
+        }
+        if (target_.load_acquire(&control->abort) != 0) {
+            choice.decision = kLeave;
+        } else if (!any_left) {
+            choice.decision = kLeave;
+        } else if (choice.decision == kRunItem) {
+            const Item& item = choice.item;
+            if (!target_.compare_and_swap(&control->tickets[item.queue], item.ticket, item.ticket + 1))
+                choice.decision = kLookAgain;  // another block took it
+            last_progress_ns_ = 0;
+            idle_rounds_ = 0;
+        } else {
+            wait_a_little(claimed, stuck);
+        }
+        return choice;
+    }
+
+  private:
+    const Target& target_;
+    const Transport& transport_;
+    const KernelArgs& args_;
+    const TableView table_;
+    u32 stage_[kNumQueues];  // where each queue's head was last seen
+    u64 last_claimed_ = ~u64{0};
+    u64 last_progress_ns_ = 0;  // 0: read the clock at the next idle look
+    u32 idle_rounds_ = 0;
+
+    FASTKERN_DEVICE Item locate(u32 queue, u64 ticket) {
+        const Stage* stages = table_.stages + table_.queues[queue].first_stage;
+        u32 k = stage_[queue];
+        while (ticket >= stages[k].first_item + u64{stages[k].num_chunks} * stages[k].num_streams) ++k;
+        stage_[queue] = k;
+        return make_item(table_, queue, k, ticket);
+    }
+
+    FASTKERN_DEVICE void wait_a_little(u64 claimed, const Item& stuck) {
+        const u64 now = target_.now_ns();
+        if (claimed != last_claimed_ || last_progress_ns_ == 0) {
+            last_claimed_ = claimed;
+            last_progress_ns_ = now;
+            idle_rounds_ = 0;
+        } else if (now - last_progress_ns_ > args_.progress_ns) {
+            give_up(stuck, now - last_progress_ns_);
+            return;
+        }
+        target_.pause(idle_rounds_++);
+    }
+
+    // The deadline has passed: one record, then every rank is told to leave.
+    FASTKERN_DEVICE void give_up(const Item& stuck, u64 waited_ns) {
+        Control* control = args_.controls[args_.rank];
+        ErrorRecord record{};
+        if (can_run(transport_, table_, stuck, &record)) return;  // it came after all
+        record.waited_ns = waited_ns;
+        record.epoch = args_.epoch;
+        record.queue = stuck.queue;
+        record.stage = stuck.stage;
+        record.chunk = stuck.chunk;
+        const u64 word = args_.epoch << kValueBits | (args_.rank + 1);
+        if (!target_.compare_and_swap(&control->abort, 0, word)) return;
+        record.state = 1;
+        control->record = record;
+        for (u32 r = 0; r < table_.header->num_ranks; ++r)
+            if (r != args_.rank) target_.compare_and_swap(&args_.controls[r]->abort, 0, word);
+    }
+};
+
+template <class Target, class Transport>
+FASTKERN_DEVICE void exchange_block(const Target& target, const Transport& transport, const KernelArgs& args) {
+    const TableView table = view_table(args.table);
+    Control* control = args.controls[args.rank];
+    if (target.block() == 0) post_start_flags(target, transport, table);
+    Picker<Target, Transport> picker(target, transport, args);
+    for (;;) {
+        Choice choice{};
+        if (target.lane() == 0) choice = picker.pick();
+        choice = target.broadcast(choice);
+        if (choice.decision == kLeave) break;
+        if (choice.decision == kRunItem) run_item(target, transport, table, args, choice.item);
+    }
+    if (target.lane() != 0) return;
+    // The last block out makes the rank ready for the next call.
+    if (target.fetch_add(&control->blocks_out, 1) + 1 != args.num_blocks) return;
+    if (target.load_acquire(&control->abort) != 0) return;
+    u32 rounds = 0;
+    while (!transport.quiet()) {
+        transport.progress();
+        target.pause(rounds++);
+    }
+    for (u32 q = 0; q < kNumQueues; ++q) target.store_relaxed(&control->tickets[q], 0);
+    target.store_relaxed(&control->blocks_out, 0);
+    target.store_release(&control->epoch, args.epoch);
+}
+
+}  // namespace fastkern

@@ -1,0 +1,45 @@
+#include "kernels/target/host.h"
+//
+#include "kernels/body/exchange.h"
+#include "kernels/entry/host_launch.h"
+#include "kernels/transport/mapped.h"
+#include "kernels/transport/shuffled.h"
+
+#include <deque>
+#include <thread>
+#include <vector>
+
+namespace fastkern {
+
+namespace {
+
+void run_lane(const KernelArgs& args, const LaunchOptions& options, HostBlock* shared, u32 block, u32 lane,
+              ShuffledQueue* queue) {
+    const HostTarget target(shared, block, lane);
+    switch (options.transport) {
+        case HostTransport::kShm:
+            return exchange_block(target, MappedTransport<HostTarget>(target, args), args);
+        case HostTransport::kShaped:
+            return exchange_block(target, ShapedTransport<HostTarget>(target, args, options.rates), args);
+        case HostTransport::kShuffled:
+            return exchange_block(target, ShuffledTransport<HostTarget>(target, args, queue), args);
+    }
+}
+
+}  // namespace
+
+bool launch_on_host(KernelArgs args, const LaunchOptions& options) {
+    args.num_blocks = options.num_blocks;
+    ShuffledQueue queue(options.seed * 1'000'003 + args.rank + (args.epoch << 20));
+    std::deque<HostBlock> blocks(options.num_blocks);
+    for (HostBlock& block : blocks) block.num_lanes = options.num_lanes;
+    std::vector<std::thread> threads;
+    for (u32 b = 0; b < options.num_blocks; ++b)
+        for (u32 l = 0; l < options.num_lanes; ++l)
+            if (b || l) threads.emplace_back([&, b, l] { run_lane(args, options, &blocks[b], b, l, &queue); });
+    run_lane(args, options, &blocks[0], 0, 0, &queue);
+    for (std::thread& t : threads) t.join();
+    return HostTarget::load_acquire(&args.controls[args.rank]->epoch) == args.epoch;
+}
+
+}  // namespace fastkern

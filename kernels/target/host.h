@@ -1,0 +1,128 @@
+// Host target: a rank is a process (or a thread in tests), a block is a group of threads, a lane a thread.
+//
+// Every target supplies the same operations:
+//   lane num_lanes block barrier broadcast drain copy pause now_ns
+//   load_relaxed load_acquire store_relaxed store_release fetch_add compare_and_swap
+// Atomics are at system scope. Release and acquire sit on the flag operation itself, never in a fence.
+#pragma once
+
+#include <sched.h>
+#include <time.h>
+
+#include <cstring>
+
+#include "planner/stage_table.h"
+
+#define FASTKERN_DEVICE
+
+// A build with this defined has a fault on purpose: ThreadSanitizer must find it.
+#ifdef FASTKERN_FAULT_RELAXED_RELEASE
+#define FASTKERN_RELEASE __ATOMIC_RELAXED
+#else
+#define FASTKERN_RELEASE __ATOMIC_RELEASE
+#endif
+
+namespace fastkern {
+
+// What the lanes of one block share.
+struct HostBlock {
+    u32 num_lanes = 1;
+    u32 arrived = 0;
+    u32 generation = 0;
+    alignas(16) u8 shared[2][256];
+};
+
+class HostTarget {
+  public:
+    HostTarget(HostBlock* shared, u32 block, u32 lane) : shared_(shared), block_(block), lane_(lane) {}
+
+    u32 lane() const { return lane_; }
+    u32 num_lanes() const { return shared_->num_lanes; }
+    u32 block() const { return block_; }
+
+    void barrier() const {
+        if (shared_->num_lanes == 1) return;
+        const u32 generation = __atomic_load_n(&shared_->generation, __ATOMIC_ACQUIRE);
+        if (__atomic_add_fetch(&shared_->arrived, 1, __ATOMIC_ACQ_REL) == shared_->num_lanes) {
+            __atomic_store_n(&shared_->arrived, 0, __ATOMIC_RELAXED);
+            __atomic_store_n(&shared_->generation, generation + 1, __ATOMIC_RELEASE);
+            return;
+        }
+        u32 rounds = 0;
+        while (__atomic_load_n(&shared_->generation, __ATOMIC_ACQUIRE) == generation) pause(rounds++);
+    }
+
+    // Lane 0's value on every lane. Two slots in turn, so that one barrier suffices.
+    template <class T>
+    T broadcast(const T& value) const {
+        static_assert(sizeof(T) <= sizeof(shared_->shared[0]), "too large to broadcast");
+        if (shared_->num_lanes == 1) return value;
+        u8* slot = shared_->shared[turn_ ^= 1];
+        if (lane_ == 0) std::memcpy(slot, &value, sizeof(T));
+        barrier();
+        T result;
+        std::memcpy(&result, slot, sizeof(T));
+        return result;
+    }
+
+    void drain() const {}  // the release of the flag covers what happened before the barrier
+
+    // All lanes copy a part each.
+    void copy(u8* to, const u8* from, u64 bytes) const {
+        const u64 lanes = shared_->num_lanes;
+        if (lanes == 1) {
+            std::memcpy(to, from, bytes);
+            return;
+        }
+        const u64 share = (bytes / lanes + 15) / 16 * 16;
+        const u64 begin = share * lane_ < bytes ? share * lane_ : bytes;
+        const u64 end = lane_ + 1 == lanes || begin + share > bytes ? bytes : begin + share;
+        std::memcpy(to + begin, from + begin, end - begin);
+    }
+
+    // Waiting: spin, then yield, then sleep up to 50 us. Ranks outnumber cores here.
+    void pause(u32 rounds) const {
+        if (rounds < 16) {
+            cpu_relax();
+        } else if (rounds < 64) {
+            sched_yield();
+        } else {
+            const long ns = rounds < 128 ? 10'000 : 50'000;
+            const timespec t{0, ns};
+            nanosleep(&t, nullptr);
+        }
+    }
+
+    u64 now_ns() const { return clock_ns(); }
+
+    static u64 clock_ns() {
+        timespec t;
+        clock_gettime(CLOCK_MONOTONIC, &t);
+        return static_cast<u64>(t.tv_sec) * 1'000'000'000ull + static_cast<u64>(t.tv_nsec);
+    }
+
+    static u64 load_relaxed(const u64* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
+    static u64 load_acquire(const u64* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
+    static void store_relaxed(u64* p, u64 v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
+    static void store_release(u64* p, u64 v) { __atomic_store_n(p, v, FASTKERN_RELEASE); }
+    static u64 fetch_add(u64* p, u64 v) { return __atomic_fetch_add(p, v, __ATOMIC_ACQ_REL); }
+    static bool compare_and_swap(u64* p, u64 expected, u64 desired) {
+        return __atomic_compare_exchange_n(p, &expected, desired, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+    }
+
+  private:
+    static void cpu_relax() {
+#if defined(__x86_64__)
+        __builtin_ia32_pause();
+#elif defined(__aarch64__)
+        asm volatile("yield");
+#endif
+    }
+
+    HostBlock* shared_;
+    u32 block_;
+    u32 lane_;
+    mutable u32 turn_ = 0;
+};
+
+}  // namespace fastkern
