@@ -142,8 +142,7 @@ NB_MODULE(_host, m) {
                  if (data.bytes() < bytes_per_rank * self.layout.num_ranks)
                      throw std::invalid_argument("the data segment is too small");
                  self.rank.map_data(data.base(), bytes_per_rank);
-             },
-             nb::keep_alive<1, 2>())
+             })
         .def("launch",
              [](PyRank& self, ConstBytes table, std::uintptr_t input, std::uintptr_t output, u64 epoch,
                 u64 progress_ns, const LaunchOptions& options) {
@@ -155,7 +154,10 @@ NB_MODULE(_host, m) {
         .def("abort_word", [](PyRank& self) { return self.rank.abort_word(); })
         .def("abort_all", [](PyRank& self, u64 epoch) { self.rank.abort_all(epoch); })
         .def("completed_epoch", [](PyRank& self) { return self.rank.completed_epoch(); })
-        .def("error", [](PyRank& self) { return error_dict(self.rank.error()); });
+        .def("error", [](PyRank& self, u32 origin) {
+            if (origin >= self.layout.num_ranks) throw std::invalid_argument("origin is not a rank");
+            return error_dict(self.rank.error(origin));
+        });
 
     // Tests: all ranks as threads. calls: list of (tables, inputs, outputs, delay_us), arrays per rank.
     m.def(

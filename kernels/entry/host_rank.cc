@@ -167,7 +167,7 @@ void HostRank::abort_all(u64 epoch) {
     for (Control* c : heap_.controls) HostTarget::compare_and_swap(&c->abort, 0, word);
 }
 
-const ErrorRecord& HostRank::error() const { return heap_.controls[rank_]->record; }
+const ErrorRecord& HostRank::error(u32 origin) const { return heap_.controls[origin]->record; }
 
 u64 HostRank::completed_epoch() const { return HostTarget::load_acquire(&heap_.controls[rank_]->epoch); }
 

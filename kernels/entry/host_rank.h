@@ -57,7 +57,7 @@ class HostRank {
 
     u64 abort_word() const;
     void abort_all(u64 epoch);  // tells every rank to leave; the first origin stays
-    const ErrorRecord& error() const;
+    const ErrorRecord& error(u32 origin) const;  // of the rank that gave up
     u64 completed_epoch() const;
 
   private:

@@ -1,0 +1,37 @@
+"""fastkern: skew-balanced all-to-all for mixture-of-experts layers over two-tier fabrics."""
+
+from .communicator import CallStats, Communicator
+from .errors import (
+    AgreementError,
+    ClosedError,
+    DeadlineError,
+    FastkernError,
+    PeerLostError,
+    WaitRecord,
+)
+from .ops import all_to_all_FAST, all_to_all_single, communicator_of, init, shutdown
+from .transports import Capabilities, Transport, shaped, shm
+from .version import __version__
+from .work import Work
+
+__all__ = [
+    "AgreementError",
+    "CallStats",
+    "Capabilities",
+    "ClosedError",
+    "Communicator",
+    "DeadlineError",
+    "FastkernError",
+    "PeerLostError",
+    "Transport",
+    "WaitRecord",
+    "Work",
+    "__version__",
+    "all_to_all_FAST",
+    "all_to_all_single",
+    "communicator_of",
+    "init",
+    "shaped",
+    "shm",
+    "shutdown",
+]

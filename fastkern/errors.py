@@ -1,0 +1,60 @@
+"""The exceptions that fastkern raises besides ValueError and TypeError for bad input."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class FastkernError(RuntimeError):
+    """Base of fastkern's own errors."""
+
+
+class AgreementError(FastkernError):
+    """Ranks made a communicator with different versions, topologies or options."""
+
+
+class ClosedError(FastkernError):
+    """The communicator was closed."""
+
+
+class PeerLostError(FastkernError):
+    """A rank's process has ended."""
+
+
+@dataclass(frozen=True)
+class WaitRecord:
+    """The wait that ran out of time, in a call that all ranks had entered.
+
+    op: the operation. call: its number on this communicator, from 1. rank: who waited. peer: whose flag
+    is missing. item: what could not run (pack, push, put, receive, land, take). stage, chunk: where in
+    that rank's table. expected, seen: flag values as (call, value). waited_s: seconds.
+    """
+
+    op: str
+    call: int
+    rank: int
+    peer: int
+    item: str
+    stage: int
+    chunk: int
+    expected: tuple[int, int]
+    seen: tuple[int, int]
+    waited_s: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.op}, call {self.call}: rank {self.rank} waited {self.waited_s:.1f} s for rank "
+            f"{self.peer} before its {self.item} of stage {self.stage}, chunk {self.chunk} "
+            f"(flag expected {self.expected[0]}.{self.expected[1]}, seen {self.seen[0]}.{self.seen[1]})"
+        )
+
+
+class DeadlineError(FastkernError):
+    """A deadline passed. `record` tells of a stalled call; `missing` of ranks that have not entered."""
+
+    def __init__(
+        self, text: str, record: WaitRecord | None = None, missing: tuple[int, ...] = ()
+    ) -> None:
+        super().__init__(text)
+        self.record = record
+        self.missing = missing

@@ -1,0 +1,244 @@
+"""The runtime of the host target: heap over POSIX shared memory, entry, growth, launches, deadlines."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import numpy as np
+
+from . import bootstrap
+from .errors import DeadlineError, FastkernError, PeerLostError, WaitRecord
+from .heap import ProcessIdentity, fresh_name, remove_leftovers
+from .kernels import _host
+from .planner import StageTable, Topology
+from .planner.api import DEFAULT_CHUNK_SLOTS
+from .planner.table import QUEUES, VALUE_BITS, flag_slots
+from .records import Words, record_words
+from .transports import Transport
+
+log = logging.getLogger("fastkern")
+
+_SLICE_NS = 200_000_000  # between looks at whether the peers still live
+_DATA_ROUND = 2 << 20
+
+
+@dataclass(frozen=True)
+class RuntimeOptions:
+    """What a runtime is made with; see Communicator."""
+
+    transport: Transport
+    num_blocks: int
+    buffer_bytes: int
+    entry_timeout_s: float
+    progress_timeout_s: float
+
+
+class HostRuntime:
+    """One rank's heap and calls. Epochs count calls from 1; all ranks count alike."""
+
+    def __init__(
+        self,
+        group: Any,
+        rank: int,
+        topology: Topology,
+        processes: Sequence[ProcessIdentity],
+        options: RuntimeOptions,
+    ) -> None:
+        self.rank = rank
+        self.num_ranks = topology.num_ranks
+        self.epoch = 0
+        self.data_bytes = 0  # per rank
+        self._processes = processes
+        self._options = options
+        self._generation = 0
+        self._broken: Exception | None = None
+        self._data: _host.SharedMemory | None = None
+        self._new_data: _host.SharedMemory | None = None  # rank 0: made, not yet mapped by all
+        self._record_words = record_words(self.num_ranks)
+        per_kib = 1024e3  # picoseconds per KiB at 1 GB/s
+        shaped = options.transport.shaped
+        self._launch_options = _host.LaunchOptions(
+            num_blocks=options.num_blocks,
+            transport=options.transport.name,
+            scale_up_ps_per_kib=round(per_kib / options.transport.scale_up_GBps) if shaped else 0,
+            scale_out_ps_per_kib=round(per_kib / options.transport.scale_out_GBps) if shaped else 0,
+        )
+        self._control = self._make_control(group, topology)
+        self._host = _host.HostRank(
+            rank, self.num_ranks, self._slots, self._record_words * 8, self._control
+        )
+        if options.buffer_bytes:
+            self.reserve(options.buffer_bytes)
+
+    def _make_control(self, group: Any, topology: Topology) -> _host.SharedMemory:
+        """Rank 0 makes the control segment, all map it, rank 0 removes its name."""
+        self._slots = flag_slots(topology.servers, topology.gpus_per_server, DEFAULT_CHUNK_SLOTS)
+        num_bytes = self.num_ranks * _host.control_bytes(
+            self.num_ranks, self._slots, self._record_words * 8
+        )
+        segment: _host.SharedMemory | None = None
+        name, error = "", ""
+        if self.rank == 0:
+            remove_leftovers()
+            name = fresh_name()
+            try:
+                segment = _host.SharedMemory(name, num_bytes, create=True)
+            except RuntimeError as failure:
+                error = str(failure)
+        name, error = bootstrap.gather((name, error), group)[0]
+        if not error and self.rank != 0:
+            try:
+                segment = _host.SharedMemory(name, num_bytes, create=False)
+            except RuntimeError as failure:
+                error = str(failure)
+        errors = bootstrap.gather(error, group)
+        if segment is not None:
+            segment.unlink()
+        for rank, text in enumerate(errors):
+            if text:
+                raise FastkernError(f"rank {rank} cannot map the heap's control part: {text}")
+        assert segment is not None
+        return segment
+
+    # -- one call, step by step --------------------------------------------------------------------
+
+    def exchange(self, record: Words, op: str) -> Words:
+        """Enter the next call and return all ranks' records [R, words]."""
+        self.check()
+        self.epoch += 1
+        self._host.post_record(self.epoch, record.view(np.uint8))
+        self._await(
+            lambda: self._host.await_records(self.epoch, _SLICE_NS),
+            lambda: self._host.missing_records(self.epoch),
+            f"{op}, call {self.epoch}: not entered by",
+        )
+        records: Words = np.empty((self.num_ranks, self._record_words), dtype=np.uint64)
+        self._host.read_records(self.epoch, records.reshape(-1).view(np.uint8))
+        return records
+
+    def reserve(self, num_bytes: int) -> None:
+        """Have at least this much staging and window per rank; all ranks ask for the same."""
+        if num_bytes <= self.data_bytes:
+            return
+        wanted = max(num_bytes, self.data_bytes + self.data_bytes // 2)
+        wanted = -(-wanted // _DATA_ROUND) * _DATA_ROUND
+        self._generation += 1
+        generation = self._generation
+        # All ranks have entered this call, so no kernel of an earlier one still uses the old segment.
+        if self.rank == 0:
+            self._announce(generation, wanted)
+        self._await(
+            lambda: self._host.await_mailbox(generation, _SLICE_NS),
+            lambda: [0],
+            "growth of the heap: no word from",
+        )
+        name, _, status = self._host.mailbox()
+        if status:
+            raise MemoryError(
+                f"cannot reserve {wanted} bytes of shared memory for each of {self.num_ranks} ranks: "
+                f"{os.strerror(status)}"
+            )
+        data = self._new_data
+        if data is None:
+            data = _host.SharedMemory(name, wanted * self.num_ranks, create=False)
+        self._host.map_data(data, wanted)
+        self._data, self._new_data = data, None  # the old mapping goes with its last reference
+        self._host.acknowledge(generation)
+        if self.rank == 0:
+            self._await(
+                lambda: self._host.await_acks(generation, _SLICE_NS),
+                lambda: self._host.missing_acks(generation),
+                "growth of the heap: not mapped by",
+            )
+            data.unlink()
+        self.data_bytes = wanted
+
+    def _announce(self, generation: int, wanted: int) -> None:
+        name, status = fresh_name(), 0
+        try:
+            self._new_data = _host.SharedMemory(name, wanted * self.num_ranks, create=True)
+        except RuntimeError as failure:
+            log.error("growth of the heap: %s", failure)
+            status = errno.ENOMEM
+        self._host.announce(generation, name, wanted, status)
+
+    def launch(self, table: StageTable, input_address: int, output_address: int, op: str) -> None:
+        """Run the kernel; raises DeadlineError when it was aborted."""
+        ended = self._host.launch(
+            table.bytes,
+            input_address,
+            output_address,
+            self.epoch,
+            int(self._options.progress_timeout_s * 1e9),
+            self._launch_options,
+        )
+        if not ended:
+            self._raise_aborted(op)
+
+    # -- failures ----------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise what broke this runtime, if anything did."""
+        if self._broken is not None:
+            raise FastkernError(f"the communicator is broken: {self._broken}") from self._broken
+
+    def close(self) -> None:
+        """Let go of the heap. Peers keep their own mappings."""
+        self._broken = self._broken or FastkernError("closed")
+        del self._host
+        self._data = self._new_data = None
+        del self._control
+
+    def _break(self, error: Exception) -> NoReturn:
+        self._broken = error
+        raise error
+
+    def _await(
+        self, step: Callable[[], str], missing: Callable[[], Sequence[int]], what: str
+    ) -> None:
+        end = time.monotonic() + self._options.entry_timeout_s
+        while (outcome := step()) != "done":
+            if outcome == "aborted":
+                self._raise_aborted(what)
+            ranks = tuple(missing())
+            lost = [r for r in ranks if not self._processes[r].alive()]
+            if lost and step() != "done":
+                self._host.abort_all(self.epoch)
+                self._break(PeerLostError(f"{what} rank {_listed(lost)}, whose process has ended"))
+            if time.monotonic() > end:
+                self._host.abort_all(self.epoch)
+                text = f"{what} rank {_listed(ranks)} within {self._options.entry_timeout_s:g} s"
+                self._break(DeadlineError(text, missing=ranks))
+
+    def _raise_aborted(self, op: str) -> NoReturn:
+        origin = (self._host.abort_word() & ((1 << VALUE_BITS) - 1)) - 1
+        fields = self._host.error(origin)
+        if fields["state"]:
+            record = WaitRecord(
+                op=op,
+                call=fields["epoch"],
+                rank=origin,
+                peer=fields["peer"],
+                item=QUEUES[fields["queue"]],
+                stage=fields["stage"],
+                chunk=fields["chunk"],
+                expected=_call_and_value(fields["expected"]),
+                seen=_call_and_value(fields["seen"]),
+                waited_s=fields["waited_ns"] * 1e-9,
+            )
+            self._break(DeadlineError(str(record), record))
+        self._break(DeadlineError(f"{op}: rank {origin} gave up waiting for other ranks"))
+
+
+def _call_and_value(flag: int) -> tuple[int, int]:
+    return flag >> VALUE_BITS, flag & ((1 << VALUE_BITS) - 1)
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))

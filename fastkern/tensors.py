@@ -1,0 +1,137 @@
+"""Checks of the tensors and splits of one call, and their row form."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass
+class RowCall:
+    """One rank's side of a call.
+
+    input: contiguous tensor that the kernel reads. target: contiguous tensor that it writes; `output`,
+    or a stand-in that is copied into it afterwards. input_splits, output_splits: [W] rows.
+    """
+
+    input: torch.Tensor
+    output: torch.Tensor
+    target: torch.Tensor
+    input_splits: list[int]
+    output_splits: list[int]
+    row_bytes: int
+    dtype: str
+
+    def finish(self) -> None:
+        """Bring the rows where the caller wants them."""
+        if self.target is not self.output:
+            with torch.no_grad():
+                self.output.copy_(self.target)
+        else:
+            torch.autograd.graph.increment_version(self.output)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """float32 rather than torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+def prepare(
+    output: Any, input: Any, output_splits: Any, input_splits: Any, num_ranks: int
+) -> RowCall:
+    """Check one rank's arguments. Raises TypeError or ValueError naming the argument."""
+    for name, tensor in (("output", output), ("input", input)):
+        _check_tensor(name, tensor)
+    if output.dtype != input.dtype:
+        raise TypeError(
+            f"output is {dtype_name(output.dtype)} but input is {dtype_name(input.dtype)}"
+        )
+    rows_in = _splits("input", input.shape[0], input_splits, num_ranks)
+    rows_out = _splits("output", output.shape[0], output_splits, num_ranks)
+    row_bytes = _row_bytes(input)
+    if row_bytes != _row_bytes(output):
+        raise ValueError(
+            f"a row of input {_shape(input)} has {row_bytes} bytes, "
+            f"a row of output {_shape(output)} has {_row_bytes(output)}"
+        )
+    if _may_overlap_itself(output):
+        raise ValueError(
+            f"output {_shape(output)} with strides {list(output.stride())} may hold one element "
+            "at several places: it cannot be written"
+        )
+    source = input.detach().resolve_conj().resolve_neg().contiguous()
+    direct = output.is_contiguous() and not output.is_conj() and not output.is_neg()
+    target = output if direct else torch.empty(output.shape, dtype=output.dtype)
+    if direct and _share_bytes(source, output):
+        source = source.clone()
+    return RowCall(source, output, target, rows_in, rows_out, row_bytes, dtype_name(input.dtype))
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    return str(list(tensor.shape))
+
+
+def _check_tensor(name: str, tensor: Any) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, not {type(tensor).__name__}")
+    if tensor.device.type != "cpu":
+        raise TypeError(f"{name} is on {tensor.device}; only CPU tensors are supported so far")
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        raise TypeError(f"{name} must be a dense tensor, not {tensor.layout}")
+    if tensor.dim() == 0:
+        raise ValueError(f"{name} has no dimension to split")
+
+
+def _splits(name: str, num_rows: int, given: Sequence[int] | None, num_ranks: int) -> list[int]:
+    if given is None or (isinstance(given, (list, tuple)) and not given):
+        if num_rows % num_ranks:
+            raise ValueError(
+                f"{name} has {num_rows} rows, which do not divide evenly over {num_ranks} ranks; "
+                f"give {name}_split_sizes"
+            )
+        return [num_rows // num_ranks] * num_ranks
+    try:
+        splits = [operator.index(k) for k in given]
+    except TypeError:
+        raise TypeError(f"{name}_split_sizes must be integers, not {given!r}") from None
+    if len(splits) != num_ranks:
+        raise ValueError(f"{name}_split_sizes has {len(splits)} entries for {num_ranks} ranks")
+    for rank, rows in enumerate(splits):
+        if rows < 0:
+            raise ValueError(f"{name}_split_sizes[{rank}] is {rows}: rows must not be negative")
+    if sum(splits) != num_rows:
+        raise ValueError(
+            f"{name}_split_sizes sum to {sum(splits)}, but {name} has {num_rows} rows"
+        )
+    return splits
+
+
+def _row_bytes(tensor: torch.Tensor) -> int:
+    count = tensor.element_size()
+    for size in tensor.shape[1:]:
+        count *= size
+    return count
+
+
+def _may_overlap_itself(tensor: torch.Tensor) -> bool:
+    """True where strides do not prove that each element has a place of its own."""
+    if tensor.numel() == 0:
+        return False
+    reach = 0  # elements below the next stride that smaller dimensions reach
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
+
+
+def _share_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    a_end = a.data_ptr() + a.numel() * a.element_size()
+    b_end = b.data_ptr() + b.numel() * b.element_size()
+    return a.data_ptr() < b_end and b.data_ptr() < a_end

@@ -1,0 +1,3 @@
+"""The version; part of what ranks must agree on."""
+
+__version__ = "0.1.0"
