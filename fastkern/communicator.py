@@ -182,6 +182,11 @@ class Communicator:
         made = self._plan(np.asarray(traffic), row_bytes)
         return made.table(self.rank).data_layout().bytes
 
+    def reserve(self, num_bytes: int) -> None:
+        """Have at least this much staging and window per rank. Collective: all ranks ask for the same."""
+        self.barrier()
+        self._runtime.reserve(num_bytes)
+
     # -- life ------------------------------------------------------------------------------------
 
     def close(self) -> None:

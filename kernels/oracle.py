@@ -28,12 +28,12 @@ import heapq
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from fastkern.planner.table import NO_SLOT, QUEUES, Item, StageTable
+from fastkern.planner.table import NO_SLOT, QUEUES, Item, StageTable, flag_slots
 
 Rows = npt.NDArray[np.uint8]  # [rows, row_bytes]
 _POISON = 0xAA
@@ -56,9 +56,13 @@ class OracleError(RuntimeError):
 def _blame(rank: int, item: Item | None = None) -> Iterator[None]:
     try:
         yield
-    except OracleError as error:
-        error.rank, error.item = rank, item
-        raise
+    except (OracleError, IndexError) as caught:
+        error = OracleError("an index in the table is too large")
+        if isinstance(caught, OracleError):
+            error = caught
+        if error.rank is None:
+            error.rank, error.item = rank, item
+        raise error from None
 
 
 class _Region:
@@ -78,16 +82,12 @@ class _Region:
     def read(self, row: int, num_rows: int) -> Rows:
         where = self._inside(row, row + num_rows)
         if not self.written[where].all():
-            raise OracleError(
-                f"rows {row}..{where.stop} of {self.name} are read but not written yet"
-            )
+            raise OracleError(f"rows {row}..{where.stop} of {self.name} are read but not written")
         return self.rows[where]
 
     def _inside(self, begin: int, end: int) -> slice:
         if end > len(self.rows):
-            raise OracleError(
-                f"rows {begin}..{end} lie outside {self.name} of {len(self.rows)} rows"
-            )
+            raise OracleError(f"rows {begin}..{end} of {self.name}, which has {len(self.rows)}")
         return slice(begin, end)
 
 
@@ -101,7 +101,8 @@ class _Rank:
     table: StageTable
     regions: dict[str, _Region]
     flags: dict[int, _Flag] = field(default_factory=dict)
-    awaited: set[int] = field(default_factory=set)
+    written: set[tuple[int, int]] = field(default_factory=set)  # (slot, value) of all flags so far
+    awaited: set[tuple[int, int]] = field(default_factory=set)
     started: bool = False
 
 
@@ -122,15 +123,17 @@ def _regions(table: StageTable, rows: Rows) -> dict[str, _Region]:
     return result | {"output": _Region("output", output)}
 
 
+# Region and row here, then rank, region and row of the target, and num_rows.
+_Copy: TypeAlias = tuple[str, int, int, str, int, int]
+
+
 class _Task(NamedTuple):
     """An item of a rank and what it means; empty items mean nothing."""
 
     rank: int
     item: Item
     waits: list[tuple[int, int]]  # (slot here, least value)
-    copies: list[
-        tuple[str, int, int, str, int, int]
-    ]  # (region, row, to rank, region, row, num_rows)
+    copies: list[_Copy]
     signals: list[tuple[int, int, int]]  # (rank, slot there, value)
 
 
@@ -140,7 +143,7 @@ def _task(table: StageTable, item: Item) -> _Task:
     task = _Task(me := table.rank, item, [], [], [])
     if item.empty:
         return task
-    parts = list(table.chunk_segments(item.stream, chunk))
+    parts = list(table.parts(item.stream, chunk))
     if item.queue in ("pack", "push", "put"):
         if s["gate_slot"] != NO_SLOT:
             task.waits.append((s["gate_slot"], s["gate_value"]))
@@ -150,7 +153,7 @@ def _task(table: StageTable, item: Item) -> _Task:
         task.waits.append((s["slot"] + chunk, 1))
     if item.queue == "put":
         task.waits.extend((p.slot + chunk, 1) for p in parts)
-        begin, end = table.chunk_rows(item.stream, chunk)
+        begin, end = table.chunk_bounds(item.stream, chunk)
         rows = end - begin
         task.copies.append(("send", source + begin, peer, "receive", target + begin, rows))
     elif item.queue == "receive":
@@ -161,18 +164,20 @@ def _task(table: StageTable, item: Item) -> _Task:
             task.waits.append((link["gate_slot"], 1))
             if any(p.peer == link["rank"] for p in parts):
                 task.signals.append((link["rank"], link["slot"] + chunk, 1))
-    for p in parts if item.queue != "put" else []:
-        at_target = "output" if (p.peer if item.queue == "receive" else peer) == me else "window"
-        row = p.stream_row
-        task.copies.append(
-            {
-                "pack": ("input", p.row, peer, "send", target + row, p.num_rows),
-                "push": ("input", p.row, peer, at_target, target + row, p.num_rows),
-                "receive": ("receive", source + row, p.peer, at_target, p.row, p.num_rows),
-                "land": ("window", p.row, me, "output", p.row, p.num_rows),
-                "take": ("window", p.row, me, "output", p.row, p.num_rows),
-            }[item.queue]
-        )
+    for p in parts:
+        if item.queue == "pack":
+            copy = ("input", p.row, peer, "send", target + p.stream_row, p.num_rows)
+        elif item.queue == "push":
+            to = "output" if peer == me else "window"
+            copy = ("input", p.row, peer, to, target + p.stream_row, p.num_rows)
+        elif item.queue == "receive":
+            to = "output" if p.peer == me else "window"
+            copy = ("receive", source + p.stream_row, p.peer, to, p.row, p.num_rows)
+        elif item.queue in ("land", "take"):
+            copy = ("window", p.row, me, "output", p.row, p.num_rows)
+        else:
+            continue  # a put moves its chunk as one
+        task.copies.append(copy)
     return task
 
 
@@ -190,23 +195,25 @@ class _Cluster:
         self.ranks = [_Rank(table, _regions(table, rows)) for table, rows in pairs]
         # Below are ready and credit, one of each per writer, which need no gate.
         self.first_gated_slot = 2 * len(tables)
-        self.num_flags = tables[0].num_flags() if tables else 0
+        sizes = [int(tables[0].header[k]) for k in ("servers", "gpus_per_server", "chunk_slots")]
+        self.num_flags = flag_slots(*sizes)
 
     def queue(self, rank: int, queue: str) -> Iterator[_Task]:
         """The tasks of a queue in order, checked against the counts that kernels claim items by."""
         table = self.ranks[rank].table
+        entry, stages = table.records("queues")[QUEUES.index(queue)], table.records("stages")
         stage, num_items, last_time = -1, 0, 0
-        for item in table.items(queue):
-            with _blame(rank, item):
-                if item.stage != stage and table.stages["first_item"][item.stage] != num_items:
-                    raise OracleError(f"first_item should be {num_items}")
-                if item.plan_time < last_time:
-                    raise OracleError(f"the plan time falls, from {last_time}")
-            stage, num_items, last_time = item.stage, num_items + 1, item.plan_time
-            yield _task(table, item)
         with _blame(rank):
-            if table.queues["num_items"][QUEUES.index(queue)] != num_items:
-                raise OracleError(f"num_items of {queue} should be {num_items}")
+            for item in table.items(queue):
+                first_item = stages[entry["first_stage"] + item.stage]["first_item"]
+                if item.stage != stage and first_item != num_items:
+                    raise OracleError(f"{item} is number {num_items}, its stage says {first_item}")
+                if item.plan_time < last_time:
+                    raise OracleError(f"{item} has a plan time before {last_time}")
+                stage, num_items, last_time = item.stage, num_items + 1, item.plan_time
+                yield _task(table, item)
+            if entry["num_items"] != num_items:
+                raise OracleError(f"{queue} has {num_items} items, not {entry['num_items']}")
 
     def start(self, rank: int) -> None:
         """Kernel start of a rank: its buffers are free, and it says so."""
@@ -229,8 +236,8 @@ class _Cluster:
         with _blame(task.rank, task.item):
             if unmet := self.unmet(task):
                 raise OracleError(f"flag {unmet[0]} >= {unmet[1]} does not hold", unmet[0])
+            me.awaited.update(task.waits)
             for slot, _ in task.waits:
-                me.awaited.add(slot)
                 if me.flags[slot].plan_time >= time:
                     raise OracleError(f"flag {slot} is written at {me.flags[slot].plan_time}", slot)
             for source, source_row, rank, target, target_row, num_rows in task.copies:
@@ -240,14 +247,15 @@ class _Cluster:
                 self._signal(rank, slot, value, time)
 
     def _signal(self, rank: int, slot: int, value: int, plan_time: int) -> None:
-        flags = self._peer(rank, gated=slot >= self.first_gated_slot).flags
+        peer = self._peer(rank, gated=slot >= self.first_gated_slot)
         if slot >= self.num_flags or value < 1:
             raise OracleError(f"{value} for flag {slot} of {self.num_flags} flags", slot)
         # Only a credit is given more than once in a call, and it rises.
         credit = len(self.ranks) <= slot < self.first_gated_slot
-        if slot in flags and not (credit and value > flags[slot].value):
+        if slot in peer.flags and not (credit and value > peer.flags[slot].value):
             raise OracleError(f"flag {slot} of rank {rank} is written twice", slot)
-        flags[slot] = _Flag(value, plan_time)
+        peer.flags[slot] = _Flag(value, plan_time)
+        peer.written.add((slot, value))
 
     def _peer(self, rank: int, gated: bool = True) -> _Rank:
         if rank >= len(self.ranks):
@@ -262,9 +270,9 @@ class _Cluster:
             with _blame(rank):
                 for row in np.flatnonzero(~me.regions["output"].written):
                     raise OracleError(f"output row {row} is never written")
-                for slot in sorted(me.flags.keys() - me.awaited):
-                    if slot >= self.first_gated_slot:
-                        raise OracleError(f"flag {slot} is written but never awaited", slot)
+                for slot, value in sorted(me.written - me.awaited):
+                    if slot >= len(self.ranks):  # ready may go unread, nothing else
+                        raise OracleError(f"flag {slot} = {value} is never awaited", slot)
         return [me.regions["output"].rows for me in self.ranks]
 
 

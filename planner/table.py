@@ -1,9 +1,9 @@
-"""Python's view of a stage table: structured arrays over its bytes, made from the header's field lists."""
+"""Python's view of a stage table: structured arrays over its bytes, made from its field lists."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,13 +26,24 @@ DTYPES: dict[str, np.dtype[Any]] = {
 }
 
 
+# The arrays after the header, in the order in which they lie in the block.
+ARRAYS = {
+    "queues": "Queue",
+    "posts": "Post",
+    "stages": "Stage",
+    "streams": "Stream",
+    "segments": "Segment",
+    "links": "Link",
+}
+
+
 def flag_slots(servers: int, gpus_per_server: int, chunk_slots: int) -> int:
     """64-bit flag words of one rank."""
     return int(_core.flag_slots(servers, gpus_per_server, chunk_slots))
 
 
 class Item(NamedTuple):
-    """One unit of work of a rank: a chunk of a stream. `empty`: no rows of this rank in the chunk."""
+    """One unit of work: a chunk of a stream. `empty`: no rows of this rank in the chunk."""
 
     queue: str
     stage: int  # within the queue
@@ -70,11 +81,12 @@ class StageTable:
     Raises ValueError when the bytes are not a table of this version and size.
     """
 
-    __slots__ = ("_views", "bytes")
+    __slots__ = ("_records", "_views", "bytes")
 
     def __init__(self, block: npt.NDArray[np.uint8]) -> None:
         self.bytes = block
         self._views: dict[str, Any] | None = None
+        self._records: dict[str, list[dict[str, int]]] = {}
 
     def _view(self, name: str) -> Any:
         if self._views is None:
@@ -93,15 +105,8 @@ class StageTable:
             )
         views: dict[str, Any] = {"Header": header}
         at = size
-        counts = {
-            "Queue": len(QUEUES),
-            "Post": int(header["num_posts"]),
-            "Stage": int(header["num_stages"]),
-            "Stream": int(header["num_streams"]),
-            "Segment": int(header["num_segments"]),
-            "Link": int(header["num_links"]),
-        }
-        for name, count in counts.items():
+        for array, name in ARRAYS.items():
+            count = len(QUEUES) if array == "queues" else int(header["num_" + array])
             end = at + count * DTYPES[name].itemsize
             views[name] = self.bytes[at:end].view(DTYPES[name]) if end <= len(self.bytes) else None
             at = end
@@ -129,43 +134,68 @@ class StageTable:
         """Where the parts of this call's heap start: as DataLayout of the header, in bytes."""
         return DataLayout(**_core.data_layout(self.bytes))
 
+    def records(self, array: str) -> list[dict[str, int]]:
+        """The records of "queues", "posts", ... as plain integers, read from the bytes once."""
+        if array not in self._records:
+            rows = getattr(self, array)
+            self._records[array] = [
+                dict(zip(rows.dtype.names, row, strict=True)) for row in rows.tolist()
+            ]
+        return self._records[array]
+
     def items(self, queue: str) -> Iterator[Item]:
         """The items of a queue in order, empty ones included."""
         index = QUEUES.index(queue)
-        row = self.queues[index]
-        for k in range(int(row["num_stages"])):
-            stage = self.stages[int(row["first_stage"]) + k]
-            num_chunks, num_streams = int(stage["num_chunks"]), int(stage["num_streams"])
-            begin, end = int(stage["ticks_begin"]), int(stage["ticks_end"])
-            ended = 1 if queue in ("receive", "land") else 0
-            for chunk in range(num_chunks):
-                ticks = begin + (end - begin) * (chunk + ended) // num_chunks
-                for x in range(num_streams):
-                    stream = int(stage["first_stream"]) + x
+        row = self.records("queues")[index]
+        ended = 1 if queue in ("receive", "land") else 0
+        for k in range(row["num_stages"]):
+            stage = self.records("stages")[row["first_stage"] + k]
+            begin, end = stage["ticks_begin"], stage["ticks_end"]
+            for chunk in range(stage["num_chunks"]):
+                ticks = begin + (end - begin) * (chunk + ended) // stage["num_chunks"]
+                for x in range(stage["num_streams"]):
+                    stream = stage["first_stream"] + x
                     empty = next(self.parts(stream, chunk), None) is None
                     yield Item(queue, k, stream, chunk, ticks * 4 + PHASES[index], empty)
 
+    def chunk_bounds(self, stream: int, chunk: int) -> tuple[int, int]:
+        """First row of a chunk and the row after its last, counted from the start of the stream."""
+        s = self.records("streams")[stream]
+        begin = min(chunk * s["chunk_rows"], s["num_rows"])
+        return begin, min(begin + s["chunk_rows"], s["num_rows"])
+
     def parts(self, stream: int, chunk: int) -> Iterator[Part]:
         """The segments of a stream inside a chunk, cut to it."""
-        s = self.streams[stream]
-        begin = chunk * int(s["chunk_rows"])
-        end = min(begin + int(s["chunk_rows"]), int(s["num_rows"]))
-        first = int(s["first_segment"])
-        for g in self.segments[first : first + int(s["num_segments"])]:
-            row = int(g["stream_row"])
-            low, high = max(begin, row), min(end, row + int(g["num_rows"]))
+        s = self.records("streams")[stream]
+        begin, end = self.chunk_bounds(stream, chunk)
+        first = s["first_segment"]
+        for g in self.records("segments")[first : first + s["num_segments"]]:
+            row = g["stream_row"]
+            low, high = max(begin, row), min(end, row + g["num_rows"])
             if low < high:
-                yield Part(low, int(g["row"]) + low - row, high - low, int(g["peer"]), int(g["slot"]))
+                yield Part(low, g["row"] + low - row, high - low, g["peer"], g["slot"])
 
     def to_dict(self) -> dict[str, Any]:
         """All fields of all records, as plain integers."""
-        result: dict[str, Any] = {
-            "header": {name: int(self.header[name]) for name in DTYPES["Header"].names or ()}
-        }
-        for key in ("queues", "posts", "stages", "streams", "segments", "links"):
-            rows = getattr(self, key)
-            result[key] = [{n: int(row[n]) for n in rows.dtype.names} for row in rows]
-        return result
+        header = {name: int(self.header[name]) for name in DTYPES["Header"].names or ()}
+        return {"header": header} | {array: self.records(array) for array in ARRAYS}
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> StageTable:
+        """The table that `to_dict` or `to_json` dumped, byte for byte.
+
+        content: what `to_dict` gave, or `json.loads` of what `to_json` gave. Raises KeyError for a
+        missing field.
+        """
+
+        def pack(record: str, rows: list[dict[str, int]]) -> npt.NDArray[np.uint8]:
+            names = DTYPES[record].names or ()
+            values = [tuple(row[name] for name in names) for row in rows]
+            return np.array(values, dtype=DTYPES[record]).view(np.uint8)
+
+        blocks = [pack("Header", [content["header"]])]
+        blocks += [pack(record, content[array]) for array, record in ARRAYS.items()]
+        return cls(np.concatenate(blocks))
 
     def to_json(self) -> str:
         """`to_dict` as JSON."""
@@ -179,7 +209,9 @@ class StageTable:
             f"{POLICIES[int(h['policy'])]}, rows of {h['row_bytes']} bytes: "
             f"{h['input_rows']} in, {h['output_rows']} out"
         ]
-        lines += [f"post value {p['value']} to rank {p['rank']} slot {p['slot']}" for p in self.posts]
+        lines += [
+            f"post value {p['value']} to rank {p['rank']} slot {p['slot']}" for p in self.posts
+        ]
         for name, queue in zip(QUEUES, self.queues, strict=True):
             if not queue["num_items"]:
                 continue

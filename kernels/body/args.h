@@ -36,6 +36,20 @@ struct Control {
 };
 static_assert(sizeof(Control) == 192, "layout");
 
+// What a block did, for traces: one item from begin to end.
+struct TraceEvent {
+    u64 begin_ns;
+    u64 end_ns;
+    u64 bytes;
+    u32 queue;
+    u32 stage;
+    u32 chunk;
+    u32 peer;
+    u32 block;
+    u32 reserved;
+};
+static_assert(sizeof(TraceEvent) == 48, "layout");
+
 struct KernelArgs {
     const u8* table;           // this rank's stage table
     const u8* input;           // [input_rows, row_bytes]
@@ -46,6 +60,9 @@ struct KernelArgs {
     u8* const* data;           // [R] DataLayout bytes of each rank
     u64 epoch;                 // of this call, from 1
     u64 progress_ns;           // deadline without progress
+    TraceEvent* trace;         // null: no trace
+    u64* trace_count;          // events so far; those past the capacity are dropped
+    u64 trace_capacity;
     u32 num_blocks;
     u32 rank;
 };

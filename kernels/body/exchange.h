@@ -155,6 +155,23 @@ class Picker {
     }
 };
 
+template <class Target>
+FASTKERN_DEVICE void trace_item(const Target& target, const TableView& table, const KernelArgs& args,
+                                const Item& item, u64 begin_ns) {
+    const u64 k = target.fetch_add(args.trace_count, 1);
+    if (k >= args.trace_capacity) return;
+    TraceEvent event{};
+    event.begin_ns = begin_ns;
+    event.end_ns = target.now_ns();
+    event.bytes = item.num_rows * table.header->row_bytes;
+    event.queue = item.queue;
+    event.stage = item.stage;
+    event.chunk = item.chunk;
+    event.peer = table.streams[item.stream].peer;
+    event.block = target.block();
+    args.trace[k] = event;
+}
+
 template <class Target, class Transport>
 FASTKERN_DEVICE void exchange_block(const Target& target, const Transport& transport, const KernelArgs& args) {
     const TableView table = view_table(args.table);
@@ -166,7 +183,10 @@ FASTKERN_DEVICE void exchange_block(const Target& target, const Transport& trans
         if (target.lane() == 0) choice = picker.pick();
         choice = target.broadcast(choice);
         if (choice.decision == kLeave) break;
-        if (choice.decision == kRunItem) run_item(target, transport, table, args, choice.item);
+        if (choice.decision != kRunItem) continue;
+        const u64 begin_ns = args.trace ? target.now_ns() : 0;
+        run_item(target, transport, table, args, choice.item);
+        if (args.trace && target.lane() == 0) trace_item(target, table, args, choice.item, begin_ns);
     }
     if (target.lane() != 0) return;
     // The last block out makes the rank ready for the next call.

@@ -157,7 +157,18 @@ bool HostRank::launch(const u8* table, const u8* input, u8* output, u64 epoch, u
     args.epoch = epoch;
     args.progress_ns = progress_ns;
     args.rank = rank_;
+    trace_count_ = 0;
+    if (!trace_.empty()) {
+        args.trace = trace_.data();
+        args.trace_count = &trace_count_;
+        args.trace_capacity = trace_.size();
+    }
     return launch_on_host(args, options);
+}
+
+std::vector<TraceEvent> HostRank::last_trace() const {
+    const u64 kept = trace_count_ < trace_.size() ? trace_count_ : trace_.size();
+    return {trace_.begin(), trace_.begin() + static_cast<std::ptrdiff_t>(kept)};
 }
 
 u64 HostRank::abort_word() const { return HostTarget::load_acquire(&heap_.controls[rank_]->abort); }

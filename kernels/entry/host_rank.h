@@ -55,6 +55,10 @@ class HostRank {
     bool launch(const u8* table, const u8* input, u8* output, u64 epoch, u64 progress_ns,
                 const LaunchOptions& options);
 
+    // From the next launch on, keep up to `capacity` events of each; 0: none.
+    void set_trace_capacity(u64 capacity) { trace_.resize(capacity); }
+    std::vector<TraceEvent> last_trace() const;  // of the last launch, unordered
+
     u64 abort_word() const;
     void abort_all(u64 epoch);  // tells every rank to leave; the first origin stays
     const ErrorRecord& error(u32 origin) const;  // of the rank that gave up
@@ -70,6 +74,8 @@ class HostRank {
     ControlLayout layout_;
     u8* control_base_;
     HeapView heap_;
+    std::vector<TraceEvent> trace_;
+    u64 trace_count_ = 0;
 };
 
 }  // namespace fastkern
