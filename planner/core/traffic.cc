@@ -57,15 +57,16 @@ Traffic make_traffic(const i64* matrix, const Topology& topology, u64 row_bytes)
             column[d] += t.rows[s * r + d];
         }
     if (total * row_bytes > kMost) {
-        for (std::size_t k = 0; k < r; ++k) {
-            unsigned __int128 out = 0, in = 0;
-            for (std::size_t j = 0; j < r; ++j) {
-                out += t.rows[k * r + j];
-                in += t.rows[j * r + k];
+        std::vector<unsigned __int128> in(r, 0);
+        for (std::size_t s = 0; s < r; ++s) {
+            unsigned __int128 out = 0;
+            for (std::size_t d = 0; d < r; ++d) {
+                out += t.rows[s * r + d];
+                in[d] += t.rows[s * r + d];
             }
-            check_sum(out, row_bytes, "row", static_cast<u32>(k));
-            check_sum(in, row_bytes, "column", static_cast<u32>(k));
+            check_sum(out, row_bytes, "row", static_cast<u32>(s));
         }
+        for (std::size_t d = 0; d < r; ++d) check_sum(in[d], row_bytes, "column", static_cast<u32>(d));
         if (total > kMost || total * row_bytes > kMost)
             refuse("traffic: the sum of all entries passes 2^63 - 1 " +
                    std::string(total > kMost ? "rows" : "bytes"));

@@ -1,0 +1,1 @@
+"""Random-schedule model of the exchange protocol, and its tests."""
