@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,8 +25,8 @@ class RankInfo:
     """What each rank tells the others once.
 
     host: identity of the machine it runs on. global_rank: rank in the default group.
-    local_world_size: ranks per server as the launcher said, if it did. agreement: everything that must
-    be equal on all ranks, by name.
+    local_world_size: ranks per server as the launcher said, if it did. agreement: everything that
+    must be equal on all ranks, by name.
     """
 
     host: str
@@ -36,7 +36,7 @@ class RankInfo:
     agreement: tuple[tuple[str, str], ...]
 
 
-def own_info(agreement: dict[str, object], local_world_size: int | None) -> RankInfo:
+def own_info(agreement: Mapping[str, object], local_world_size: int | None) -> RankInfo:
     """This rank's info."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     host = f"{socket.gethostname()}/{boot.read_text().strip() if boot.exists() else ''}"
@@ -52,7 +52,7 @@ def gather(value: T, group: Any) -> list[T]:
 
 
 def agreement_hash(infos: Sequence[RankInfo]) -> str:
-    """Raises AgreementError, the same on every rank, where ranks differ; returns a hash of what they share."""
+    """A hash of what all ranks share; raises AgreementError, on every rank, where they differ."""
     first = infos[0].agreement
     for rank, info in enumerate(infos):
         for (name, expected), (_, value) in zip(first, info.agreement, strict=True):
@@ -66,9 +66,9 @@ def agreement_hash(infos: Sequence[RankInfo]) -> str:
 def detect_servers(infos: Sequence[RankInfo]) -> tuple[int, int]:
     """(servers, ranks per server) from LOCAL_WORLD_SIZE and host names.
 
-    Ranks of one server must be neighbours in the group and every server must have equally many; where
-    that does not hold, each rank counts as a server of its own, which is right everywhere but balances
-    nothing, and a warning says so.
+    Ranks of one server must be neighbours in the group and every server must have equally many;
+    where that does not hold, each rank counts as a server of its own, which is right everywhere but
+    balances nothing, and a warning says so.
     """
     keys = [
         (i.host, i.global_rank // i.local_world_size if i.local_world_size else 0) for i in infos

@@ -6,6 +6,7 @@ import itertools
 import logging
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +20,7 @@ from .config import read_settings
 from .errors import ClosedError, FastkernError
 from .host_runtime import HostRuntime, RuntimeOptions
 from .planner import Plan, Policy, Topology, plan
-from .records import OP_ALL_TO_ALL, encode, row_bytes, verdict
+from .records import OP_ALL_TO_ALL, OP_RESERVE, encode, row_bytes, verdict
 from .tensors import RowCall, prepare
 from .transports import Transport
 from .version import __version__
@@ -48,17 +49,20 @@ class Communicator:
     """Ranks that exchange rows. Made by all ranks of `group` together; a context manager.
 
     group: any torch.distributed group, by default the default one; used once, to get started.
-    servers: number of servers N; ranks of a server are neighbours in the group. Detected if not given.
+    servers: number of servers N; ranks of a server are neighbours in the group. Detected if not
+    given.
     transport: "shm", "shaped", or a Transport with figures of its own.
     policy: planner policy. num_blocks: blocks per launch. chunk_bytes: size that puts are cut into.
-    buffer_bytes: staging and window reserved per rank now (a hint: grows when a call needs more; see
+    buffer_bytes: staging and window reserved per rank now (a hint: grows when a call needs more;
+    see
         `buffer_bytes_for`).
-    entry_timeout_s: how long a call waits for ranks that have not entered it; by default the group's
+    entry_timeout_s: how long a call waits for ranks that have not entered it; by default the
+    group's
         timeout. progress_timeout_s: how long a call that all have entered may stand still.
     debug: validate every plan before it runs.
 
-    Options not given come from the environment (fastkern.config). Raises AgreementError, ValueError or
-    FastkernError on every rank alike. One call runs at a time; later ones queue.
+    Options not given come from the environment (fastkern.config). Raises AgreementError, ValueError
+    or FastkernError on every rank alike. One call runs at a time; later ones queue.
     """
 
     def __init__(
@@ -100,9 +104,7 @@ class Communicator:
             "chunk_bytes": settings.chunk_bytes,
             "buffer_bytes": settings.buffer_bytes,
         }
-        infos = bootstrap.gather(
-            bootstrap.own_info(agreement, settings.local_world_size), group
-        )
+        infos = bootstrap.gather(bootstrap.own_info(agreement, settings.local_world_size), group)
         self.agreement_hash = bootstrap.agreement_hash(infos)
         if servers is None:
             num_servers, per_server = bootstrap.detect_servers(infos)
@@ -135,6 +137,7 @@ class Communicator:
         )
         self.stats = CallStats(None)
         self._lock = threading.Lock()
+        self._running = threading.Lock()  # one call at a time, whoever makes it
         self._pool: ThreadPoolExecutor | None = None
         self._queued = 0
         self._closed = False
@@ -150,23 +153,22 @@ class Communicator:
         input_split_sizes: list[int] | None = None,
         async_op: bool = False,
     ) -> Work | None:
-        """Send the k-th part of `input` to rank k, and receive its part for this rank into `output`.
+        """Send the k-th part of `input` to rank k; receive its part for this rank into `output`.
 
-        output: [sum(output_split_sizes), ...], input: [sum(input_split_sizes), ...], CPU tensors of one
-        dtype, any strides; splits are rows along dimension 0, equal parts if not given. Received parts
-        stand in rank order. With async_op, returns a Work; `output` is filled after its wait().
+        output: [sum(output_split_sizes), ...], input: [sum(input_split_sizes), ...], CPU tensors of
+        one dtype, any strides; splits are rows along dimension 0, equal parts if not given.
+        Received parts stand in rank order. With async_op, returns a Work; `output` is filled after
+        its wait().
 
         Raises ValueError or TypeError, the same on every rank and before any byte moves, for bad or
         disagreeing splits, dtypes and row widths; DeadlineError or PeerLostError when others fail.
         """
         call: RowCall | Exception
         try:
-            call = prepare(
-                output, input, output_split_sizes, input_split_sizes, self.num_ranks
-            )
+            call = prepare(output, input, output_split_sizes, input_split_sizes, self.num_ranks)
         except (TypeError, ValueError) as error:
             call = error  # the other ranks must learn of it
-        return self._submit(call, async_op)
+        return self._submit(lambda: self._run(call), async_op)
 
     def barrier(self) -> None:
         """Return when all ranks have called it: an exchange of nothing."""
@@ -178,19 +180,24 @@ class Communicator:
         self._runtime.check()
 
     def buffer_bytes_for(self, traffic: Any, row_bytes: int) -> int:
-        """Bytes of staging and window per rank that a call with this traffic [R, R] needs, exactly."""
+        """Bytes of staging and window per rank that a call with traffic [R, R] needs, exactly."""
         made = self._plan(np.asarray(traffic), row_bytes)
         return made.table(self.rank).data_layout().bytes
 
     def reserve(self, num_bytes: int) -> None:
-        """Have at least this much staging and window per rank. Collective: all ranks ask for the same."""
-        self.barrier()
-        self._runtime.reserve(num_bytes)
+        """Have at least this much staging and window per rank. Collective, with equal sizes."""
+
+        def run() -> None:
+            record = encode(OP_RESERVE, num_bytes, self.num_ranks)
+            verdict(self._runtime.exchange(record, "reserve"))
+            self._runtime.reserve(num_bytes)
+
+        self._submit(run, False)
 
     # -- life ------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Wait for queued calls, then give the heap back. Not collective; a second call does nothing."""
+        """Wait for queued calls, then give the heap back. Not collective; may be repeated."""
         if self._closed:
             return
         self._closed = True
@@ -213,7 +220,8 @@ class Communicator:
 
     # -- inside ----------------------------------------------------------------------------------
 
-    def _submit(self, call: RowCall | Exception, async_op: bool) -> Work | None:
+    def _submit(self, run: Callable[[], None], async_op: bool) -> Work | None:
+        """Run now, on this thread, or behind the calls that are queued."""
         if self._closed:
             raise ClosedError("the communicator is closed")
         with self._lock:
@@ -222,9 +230,10 @@ class Communicator:
                 self._queued += 1
                 if self._pool is None:
                     self._pool = ThreadPoolExecutor(1, thread_name_prefix=self._name)
-                future = self._pool.submit(self._run_queued, call)
+                future = self._pool.submit(self._run_queued, run)
         if inline:
-            self._run(call)
+            with self._running:
+                run()
             return None
         work = Work(future)
         if async_op:
@@ -232,9 +241,10 @@ class Communicator:
         work.wait()
         return None
 
-    def _run_queued(self, call: RowCall | Exception) -> None:
+    def _run_queued(self, run: Callable[[], None]) -> None:
         try:
-            self._run(call)
+            with self._running:
+                run()
         finally:
             with self._lock:
                 self._queued -= 1

@@ -14,8 +14,10 @@ class Settings:
     FASTKERN_POLICY: planner policy, "auto" by default.
     FASTKERN_NUM_BLOCKS: blocks per launch, 1 by default (host ranks usually outnumber cores).
     FASTKERN_CHUNK_BYTES: size a put is cut into, bytes.
-    FASTKERN_BUFFER_BYTES: staging and window reserved per rank at creation, bytes; grows when needed.
-    FASTKERN_ENTRY_TIMEOUT_S: how long to wait for ranks that have not entered a call; by default the
+    FASTKERN_BUFFER_BYTES: staging and window reserved per rank at creation, bytes; grows when
+    needed.
+    FASTKERN_ENTRY_TIMEOUT_S: how long to wait for ranks that have not entered a call; by default
+    the
         process group's timeout.
     FASTKERN_PROGRESS_TIMEOUT_S: how long a call that all ranks have entered may stand still, 30.
     FASTKERN_DEBUG: 1 validates every plan before it runs.

@@ -25,9 +25,10 @@ class PeerLostError(FastkernError):
 class WaitRecord:
     """The wait that ran out of time, in a call that all ranks had entered.
 
-    op: the operation. call: its number on this communicator, from 1. rank: who waited. peer: whose flag
-    is missing. item: what could not run (pack, push, put, receive, land, take). stage, chunk: where in
-    that rank's table. expected, seen: flag values as (call, value). waited_s: seconds.
+    op: the operation. call: its number on this communicator, from 1. rank: who waited. peer: whose
+    flag
+    is missing. item: what could not run (pack, push, put, receive, land, take). stage, chunk: where
+    in that rank's table. expected, seen: flag values as (call, value). waited_s: seconds.
     """
 
     op: str
@@ -45,12 +46,13 @@ class WaitRecord:
         return (
             f"{self.op}, call {self.call}: rank {self.rank} waited {self.waited_s:.1f} s for rank "
             f"{self.peer} before its {self.item} of stage {self.stage}, chunk {self.chunk} "
-            f"(flag expected {self.expected[0]}.{self.expected[1]}, seen {self.seen[0]}.{self.seen[1]})"
+            f"(flag expected {self.expected[0]}.{self.expected[1]}, "
+            f"seen {self.seen[0]}.{self.seen[1]})"
         )
 
 
 class DeadlineError(FastkernError):
-    """A deadline passed. `record` tells of a stalled call; `missing` of ranks that have not entered."""
+    """A deadline passed. `record`: the stalled wait; `missing`: ranks that have not entered."""
 
     def __init__(
         self, text: str, record: WaitRecord | None = None, missing: tuple[int, ...] = ()

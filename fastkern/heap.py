@@ -1,7 +1,7 @@
 """Shared memory names, processes' identities, and the removal of what dead runs left behind.
 
-A segment is unlinked as soon as all ranks have mapped it, so a name exists for moments only. A run that
-dies in such a moment leaves a file; the next communicator on the host removes it.
+A segment is unlinked as soon as all ranks have mapped it, so a name exists for moments only. A run
+that dies in such a moment leaves a file; the next communicator on the host removes it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _NAME = re.compile(rf"^{_PREFIX}-(\d+)-(\d+)-(\d+)-[0-9a-f]{{32}}$")
 class ProcessIdentity:
     """A process, told apart from a later one with the same pid.
 
-    pid: process id. start: start time in clock ticks since boot. namespace: inode of its pid namespace.
+    pid: process id. start: start time in clock ticks since boot. namespace: inode of its pid
+    namespace.
     """
 
     pid: int
@@ -36,7 +37,7 @@ class ProcessIdentity:
 
 
 def _pid_namespace() -> int:
-    return os.stat("/proc/self/ns/pid").st_ino
+    return Path("/proc/self/ns/pid").stat().st_ino
 
 
 def _start_time(pid: int) -> int | None:

@@ -1,4 +1,4 @@
-"""The runtime of the host target: heap over POSIX shared memory, entry, growth, launches, deadlines."""
+"""The host target's runtime: heap in POSIX shared memory, entry, growth, launches, deadlines."""
 
 from __future__ import annotations
 
@@ -130,7 +130,8 @@ class HostRuntime:
         wanted = -(-wanted // _DATA_ROUND) * _DATA_ROUND
         self._generation += 1
         generation = self._generation
-        # All ranks have entered this call, so no kernel of an earlier one still uses the old segment.
+        # All ranks have entered this call, so no kernel of an earlier one still uses the old
+        # segment.
         if self.rank == 0:
             self._announce(generation, wanted)
         self._await(
@@ -141,12 +142,16 @@ class HostRuntime:
         name, _, status = self._host.mailbox()
         if status:
             raise MemoryError(
-                f"cannot reserve {wanted} bytes of shared memory for each of {self.num_ranks} ranks: "
-                f"{os.strerror(status)}"
+                f"cannot reserve {wanted} bytes of shared memory for each of "
+                f"{self.num_ranks} ranks: {os.strerror(status)}"
             )
         data = self._new_data
         if data is None:
-            data = _host.SharedMemory(name, wanted * self.num_ranks, create=False)
+            try:
+                data = _host.SharedMemory(name, wanted * self.num_ranks, create=False)
+            except RuntimeError as failure:
+                self._host.abort_all(self.epoch)
+                self._break(FastkernError(f"rank {self.rank} cannot map the heap: {failure}"))
         self._host.map_data(data, wanted)
         self._data, self._new_data = data, None  # the old mapping goes with its last reference
         self._host.acknowledge(generation)

@@ -21,8 +21,8 @@ def init(group: Any = None, **options: Any) -> Communicator:
     """Make the communicator that later calls on `group` use, with options of one's own.
 
     group: a torch.distributed group, by default the default one. options: as for Communicator
-    (servers=, transport=, policy=, ...). Collective: every rank of the group calls it. Replaces, and
-    closes, one made before.
+    (servers=, transport=, policy=, ...). Collective: every rank of the group calls it. Replaces,
+    and closes, one made before.
     """
     group = dist.group.WORLD if group is None else group
     made = Communicator(group, **options)

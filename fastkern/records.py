@@ -1,8 +1,8 @@
 """The record each rank writes into every rank's heap when it enters a call.
 
-It is the call's entry word and its count exchange at once: operation, dtype, row width, splits both ways,
-and what was wrong with this rank's own arguments. Every rank reads the same records and comes to the same
-verdict, so an error is raised on all of them before any byte moves.
+It is the call's entry word and its count exchange at once: operation, dtype, row width, splits both
+ways, and what was wrong with this rank's own arguments. Every rank reads the same records and comes
+to the same verdict, so an error is raised on all of them before any byte moves.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from .tensors import RowCall
 Words = npt.NDArray[np.uint64]
 
 OP_ALL_TO_ALL = 1
-_OP_NAMES = {OP_ALL_TO_ALL: "all_to_all_single"}
+OP_RESERVE = 2
+_OP_NAMES = {OP_ALL_TO_ALL: "all_to_all_single", OP_RESERVE: "reserve"}
 
-# Words: op, status, text bytes, row bytes, dtype name (4), input splits [R], output splits [R], text (64).
+# Words: op, status, text bytes, row bytes, dtype name (4), input splits [R], output splits [R],
+# text (64).
 _OP, _STATUS, _TEXT_BYTES, _ROW_BYTES, _DTYPE, _SPLITS = 0, 1, 2, 3, 4, 8
 _DTYPE_BYTES = 32
 _TEXT_WORDS = 64
@@ -32,8 +34,8 @@ def record_words(num_ranks: int) -> int:
     return _SPLITS + 2 * num_ranks + _TEXT_WORDS
 
 
-def encode(op: int, call: RowCall | Exception, num_ranks: int) -> Words:
-    """This rank's record: a checked call, or the error that its arguments raised."""
+def encode(op: int, call: RowCall | Exception | int, num_ranks: int) -> Words:
+    """This rank's record: a checked call, the error of its arguments, or a size in bytes."""
     words: Words = np.zeros(record_words(num_ranks), dtype=np.uint64)
     words[_OP] = op
     if isinstance(call, Exception):
@@ -41,6 +43,9 @@ def encode(op: int, call: RowCall | Exception, num_ranks: int) -> Words:
         text = str(call).encode()[: 8 * _TEXT_WORDS]
         words[_TEXT_BYTES] = len(text)
         words[_SPLITS + 2 * num_ranks :].view(np.uint8)[: len(text)] = list(text)
+        return words
+    if isinstance(call, int):
+        words[_ROW_BYTES] = call
         return words
     words[_ROW_BYTES] = call.row_bytes
     name = call.dtype.encode()[:_DTYPE_BYTES]
@@ -63,7 +68,8 @@ def verdict(records: Words) -> npt.NDArray[np.int64]:
         raise TypeError(f"{op}: dtypes differ between ranks: {_by_value(names)}")
     if (records[:, _ROW_BYTES] != records[0, _ROW_BYTES]).any():
         widths = [f"{int(k)} bytes" for k in records[:, _ROW_BYTES]]
-        raise ValueError(f"{op}: row widths differ between ranks: {_by_value(widths)}")
+        what = "sizes" if int(records[0, _OP]) == OP_RESERVE else "row widths"
+        raise ValueError(f"{op}: {what} differ between ranks: {_by_value(widths)}")
     sent = records[:, _SPLITS : _SPLITS + num_ranks]
     expected = records[:, _SPLITS + num_ranks : _SPLITS + 2 * num_ranks].T
     if (sent != expected).any():

@@ -14,8 +14,9 @@ import torch
 class RowCall:
     """One rank's side of a call.
 
-    input: contiguous tensor that the kernel reads. target: contiguous tensor that it writes; `output`,
-    or a stand-in that is copied into it afterwards. input_splits, output_splits: [W] rows.
+    input: contiguous tensor that the kernel reads. target: contiguous tensor that it writes;
+    `output`, or a stand-in that is copied into it afterwards. input_splits, output_splits: [W]
+    rows.
     """
 
     input: torch.Tensor
@@ -104,9 +105,7 @@ def _splits(name: str, num_rows: int, given: Sequence[int] | None, num_ranks: in
         if rows < 0:
             raise ValueError(f"{name}_split_sizes[{rank}] is {rows}: rows must not be negative")
     if sum(splits) != num_rows:
-        raise ValueError(
-            f"{name}_split_sizes sum to {sum(splits)}, but {name} has {num_rows} rows"
-        )
+        raise ValueError(f"{name}_split_sizes sum to {sum(splits)}, but {name} has {num_rows} rows")
     return splits
 
 

@@ -67,7 +67,9 @@ def _checked(transport: Transport) -> Transport:
     for name in ("scale_up_GBps", "scale_out_GBps"):
         value = getattr(transport, name)
         if not (math.isfinite(value) and 1e-6 <= value <= 1e5):
-            raise ValueError(f"{transport.name}: {name} must be between 1e-6 and 1e5, not {value!r}")
+            raise ValueError(
+                f"{transport.name}: {name} must be between 1e-6 and 1e5, not {value!r}"
+            )
     return transport
 
 

@@ -1,8 +1,8 @@
 """Unshaped host all-to-all beside gloo's, in the same run.
 
-python perf/host_exchange.py: equal parts between 8 ranks on this machine, the count exchange inside the
-timing (ours goes through the heap). The two take turns call by call, so that noise meets both alike; the
-time of a call is the slowest rank's, from a common start.
+python -m perf.host_exchange: equal parts between 8 ranks on this machine, the count exchange inside
+the timing (ours goes through the heap). The two take turns call by call, so that noise meets both
+alike; the time of a call is the slowest rank's, from a common start.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 from rich.console import Console
 from rich.table import Table
-from rows import append, make_row
 
 import fastkern
+from perf.ranks import run_ranks
+from perf.rows import append, make_row
 
 SIZES = (1 << 10, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
 
@@ -52,13 +52,23 @@ def main() -> None:
     """Measure and print one table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--servers", type=int, default=1, help="servers to plan for; all are this one")
+    parser.add_argument(
+        "--servers", type=int, default=1, help="servers to plan for; all are this one"
+    )
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--csv", action="store_true", help="append rows to perf/results.csv")
     o = parser.parse_args()
     found = run_ranks(o.ranks, measure, o)[0]
-    table = Table(title=f"all_to_all_single, {o.ranks} ranks on one host, microseconds (slowest rank)")
-    for name in ("bytes per pair", "fastkern p20/p50/p80", "gloo p20/p50/p80", "gloo / fastkern", "GB/s"):
+    table = Table(
+        title=f"all_to_all_single, {o.ranks} ranks on one host, microseconds (slowest rank)"
+    )
+    for name in (
+        "bytes per pair",
+        "fastkern p20/p50/p80",
+        "gloo p20/p50/p80",
+        "gloo / fastkern",
+        "GB/s",
+    ):
         table.add_column(name)
     rows = []
     for size in SIZES:

@@ -1,7 +1,7 @@
 """Time of one rank's plan and stage table, from Python.
 
-python perf/plan_time.py: medians over matrices (uniform and Zipf 0.8, 5 seeds each) of the time from a
-[R, R] NumPy array to this rank's table, policy auto. Beside it the time that the FAST paper
+python -m perf.plan_time: medians over matrices (uniform and Zipf 0.8, 5 seeds each) of the time
+from a [R, R] NumPy array to this rank's table, policy auto. Beside it the time that the FAST paper
 (arXiv 2505.09764) reports for its scheduler on a server CPU of its own.
 """
 
@@ -10,12 +10,11 @@ from __future__ import annotations
 import argparse
 import time
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
-from rows import append, make_row, uniform_traffic, zipf_traffic
 
 from fastkern.planner import Topology, plan
+from perf.rows import append, make_row, uniform_traffic, zipf_traffic
 
 # servers, ranks per server, our limit, the paper's figure (microseconds)
 CASES = ((4, 8, 25, 25), (8, 8, 60, 221), (12, 8, 150, 805), (40, 8, 5000, 77000))
@@ -45,7 +44,16 @@ def main() -> None:
     parser.add_argument("--csv", action="store_true", help="append rows to perf/results.csv")
     o = parser.parse_args()
     table = Table(title="one rank's plan and table from Python, policy auto, microseconds")
-    for name in ("ranks", "traffic", "p20", "p50", "p80", "limit", "paper", "worst completion/bound"):
+    for name in (
+        "ranks",
+        "traffic",
+        "p20",
+        "p50",
+        "p80",
+        "limit",
+        "paper",
+        "worst completion/bound",
+    ):
         table.add_column(name)
     rows = []
     for servers, per_server, limit, paper in CASES:

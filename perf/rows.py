@@ -1,7 +1,8 @@
 """The one row format of all benchmarks here, and the traffic they share.
 
-A row: benchmark, case, commit, device, servers, ranks per server, bytes per rank, p20, p50 and p80 of the
-slowest rank's time in microseconds, and the share of the bound (bound / p50; empty where there is none).
+A row: benchmark, case, commit, device, servers, ranks per server, bytes per rank, p20, p50 and p80
+of the slowest rank's time in microseconds, and the share of the bound (bound / p50; empty where
+there is none).
 """
 
 from __future__ import annotations
@@ -46,7 +47,15 @@ def make_row(
     p20, p50, p80 = (float(np.percentile(np.asarray(times_us), p)) for p in (20, 50, 80))
     share = None if bound_us is None else round(bound_us / p50, 4)
     return Row(
-        benchmark, case, commit(), device(), *shape, round(p20, 2), round(p50, 2), round(p80, 2), share
+        benchmark,
+        case,
+        commit(),
+        device(),
+        *shape,
+        round(p20, 2),
+        round(p50, 2),
+        round(p80, 2),
+        share,
     )
 
 
@@ -65,7 +74,11 @@ def commit() -> str:
 def device() -> str:
     """What it ran on."""
     info = Path("/proc/cpuinfo")
-    names = [k for k in info.read_text().splitlines() if k.startswith("model name")] if info.exists() else []
+    names = (
+        [k for k in info.read_text().splitlines() if k.startswith("model name")]
+        if info.exists()
+        else []
+    )
     name = names[0].partition(":")[2].strip() if names else platform.processor()
     return f"{name} x{max(1, len(names))}"
 
@@ -83,7 +96,7 @@ def append(rows: list[Row], path: Path = RESULTS) -> None:
 def zipf_traffic(
     servers: int, per_server: int, rows_per_rank: int, factor: float, seed: int
 ) -> npt.NDArray[np.int64]:
-    """[R, R] rows: sizes of all ordered pairs of distinct ranks follow rank^-factor, placed at random."""
+    """[R, R] rows: sizes of all pairs of distinct ranks follow rank^-factor, placed at random."""
     num_ranks = servers * per_server
     rng = np.random.default_rng(seed)
     sizes = np.arange(1, num_ranks * (num_ranks - 1) + 1) ** -factor

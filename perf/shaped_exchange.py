@@ -1,8 +1,9 @@
 """Completion over the bound on the shaped transport, for this plan, SpreadOut and direct.
 
-python perf/shaped_exchange.py: 4 x 4 ranks, 25 MB/s per rank of scale-out and 9 times that of scale-up,
-8 MB per rank, Zipf 0.8, 5 seeds, the median of 3 calls after a warm-up for each. The count exchange and the planning are inside the timing; the time of a
-call is the slowest rank's, from a common start. The bound is Plan.bound_us of the same matrix.
+python -m perf.shaped_exchange: 4 x 4 ranks, 25 MB/s per rank of scale-out and 9 times that of
+scale-up, 8 MB per rank, Zipf 0.8, 5 seeds, the median of 3 calls after a warm-up for each. The
+count exchange and the planning are inside the timing; the time of a call is the slowest rank's,
+from a common start. The bound is Plan.bound_us of the same matrix.
 """
 
 from __future__ import annotations
@@ -14,18 +15,20 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 from rich.console import Console
 from rich.table import Table
-from rows import append, make_row, zipf_traffic
 
 import fastkern
 from fastkern.planner import plan
+from perf.ranks import run_ranks
+from perf.rows import append, make_row, zipf_traffic
 
 POLICIES: tuple[str, ...] = ("auto", "spreadout", "direct")
 
 
-def measure(rank: int, num_ranks: int, o: argparse.Namespace) -> list[tuple[str, int, float, float, str]]:
+def measure(
+    rank: int, num_ranks: int, o: argparse.Namespace
+) -> list[tuple[str, int, float, float, str]]:
     """(policy, seed, seconds, bound in seconds, planned policy) of each run on this rank."""
     transport = fastkern.shaped(
         scale_up_GBps=o.scale_up * 1e-3, scale_out_GBps=o.scale_out * 1e-3, alpha_us=o.alpha_us
@@ -40,7 +43,9 @@ def measure(rank: int, num_ranks: int, o: argparse.Namespace) -> list[tuple[str,
                     o.servers, o.per_server, int(o.megabytes * 1e6) // o.row_bytes, o.zipf, seed
                 )
                 bound = plan(traffic, comm.topology, o.row_bytes).bound_us * 1e-6
-                source = torch.full((int(traffic[rank].sum()), o.row_bytes), rank, dtype=torch.uint8)
+                source = torch.full(
+                    (int(traffic[rank].sum()), o.row_bytes), rank, dtype=torch.uint8
+                )
                 target = torch.empty(int(traffic[:, rank].sum()), o.row_bytes, dtype=torch.uint8)
                 rows_in, rows_out = traffic[rank].tolist(), traffic[:, rank].tolist()
                 need = comm.buffer_bytes_for(traffic, o.row_bytes)
@@ -75,7 +80,9 @@ def main() -> None:
     parser.add_argument("--row-bytes", type=int, default=4096)
     parser.add_argument("--zipf", type=float, default=0.8)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--repeats", type=int, default=3, help="timed calls per seed, after one more")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="timed calls per seed, after one more"
+    )
     parser.add_argument("--csv", action="store_true", help="append rows to perf/results.csv")
     o = parser.parse_args()
     results = run_ranks(o.servers * o.per_server, measure, o)[0]

@@ -15,7 +15,9 @@ from .table import StageTable
 
 Policy = Literal["auto", "whole", "split", "direct", "spreadout"]
 
-_POLICY_INDEX = {name: k for k, name in enumerate(("whole", "split", "direct", "spreadout", "auto"))}
+_POLICY_INDEX = {
+    name: k for k, name in enumerate(("whole", "split", "direct", "spreadout", "auto"))
+}
 assert set(_POLICY_INDEX) == set(get_args(Policy))
 
 DEFAULT_CHUNK_BYTES = 128 * 1024
@@ -51,7 +53,9 @@ class Topology:
         for name in ("servers", "gpus_per_server"):
             value = getattr(self, name)
             if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"Topology: {name} must be a whole number of at least 1, not {value!r}")
+                raise ValueError(
+                    f"Topology: {name} must be a whole number of at least 1, not {value!r}"
+                )
         if self.num_ranks >= 1 << 16:
             raise ValueError(f"Topology: {self.num_ranks} ranks; at most 65535 are supported")
         for name in ("scale_up_GBps", "scale_out_GBps"):
@@ -61,7 +65,9 @@ class Topology:
         if not (math.isfinite(self.alpha_us) and 0 <= self.alpha_us <= 1e6):
             raise ValueError(f"Topology: alpha_us must be between 0 and 1e6, not {self.alpha_us!r}")
         if self.scale_up not in ("switch", "mesh"):
-            raise ValueError(f"Topology: scale_up must be 'switch' or 'mesh', not {self.scale_up!r}")
+            raise ValueError(
+                f"Topology: scale_up must be 'switch' or 'mesh', not {self.scale_up!r}"
+            )
         core = _core.Topology(
             int(self.servers),
             int(self.gpus_per_server),
@@ -79,7 +85,7 @@ class Topology:
 
 
 class Plan:
-    """The order of puts for one traffic matrix; the same on every rank that plans the same matrix."""
+    """The order of puts for one traffic matrix; the same on every rank that plans it."""
 
     __slots__ = ("_core", "topology")
 
@@ -89,7 +95,7 @@ class Plan:
 
     @property
     def policy(self) -> str:
-        """What was planned: "whole", "split", "direct" or "spreadout"; `why` says how it was chosen."""
+        """What was planned: "whole", "split", "direct" or "spreadout"; `why` tells the choice."""
         return str(self._core.policy)
 
     @property
@@ -111,8 +117,8 @@ class Plan:
     def completion_rows(self) -> int:
         """Rows in sequence on scale-out alone, at zero alpha.
 
-        spreadout: the sum of its stage maxima, as published. Others: a replay of the orders, each put
-        starting when its sender's and its receiver's previous puts have ended.
+        spreadout: the sum of its stage maxima, as published. Others: a replay of the orders, each
+        put starting when its sender's and its receiver's previous puts have ended.
         """
         return int(self._core.completion_rows)
 
@@ -192,7 +198,9 @@ class Plan:
 
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.topology.num_ranks:
-            raise ValueError(f"rank {rank} is not one of the plan's {self.topology.num_ranks} ranks")
+            raise ValueError(
+                f"rank {rank} is not one of the plan's {self.topology.num_ranks} ranks"
+            )
 
 
 def plan(
@@ -216,8 +224,8 @@ def plan(
     credit_lead: chunks before its last one at which a receiver lets its next sender start.
 
     Raises ValueError naming the place: wrong shape, negative, fractional or NaN entries, sums past
-    2^63 - 1. A float matrix is accepted only where every entry is a whole number below 2^53; nothing is
-    ever scaled or rounded.
+    2^63 - 1. A float matrix is accepted only where every entry is a whole number below 2^53;
+    nothing is ever scaled or rounded.
     """
     index = _POLICY_INDEX.get(policy)
     if index is None:
@@ -237,11 +245,13 @@ def _integer_matrix(traffic: npt.ArrayLike, num_ranks: int) -> npt.NDArray[np.in
     array = np.asarray(traffic)
     if array.shape != (num_ranks, num_ranks):
         raise ValueError(
-            f"traffic must have shape [{num_ranks}, {num_ranks}] (servers * gpus_per_server ranks), "
+            f"traffic must have shape [{num_ranks}, {num_ranks}], servers * gpus_per_server ranks, "
             f"not {list(array.shape)}"
         )
     if array.dtype == object:
-        _refuse_first(array, np.vectorize(lambda v: not isinstance(v, int), otypes=[bool])(array), "is")
+        _refuse_first(
+            array, np.vectorize(lambda v: not isinstance(v, int), otypes=[bool])(array), "is"
+        )
         _refuse_first(array, (array < -(1 << 63)) | (array >= 1 << 63), "does not fit 63 bits:")
     elif array.dtype.kind == "f":
         _refuse_first(array, ~np.isfinite(array), "is not a number of rows:")
@@ -259,5 +269,3 @@ def _refuse_first(array: npt.NDArray[Any], bad: npt.NDArray[np.bool_], text: str
         return
     src, dst = (int(k) for k in np.argwhere(bad)[0])
     raise ValueError(f"traffic[{src}][{dst}] {text} {array[src, dst]!r}")
-
-

@@ -4,11 +4,12 @@
 //   Queue[6], Post[], Stage[], Stream[], Segment[], Link[]
 // Chunks are never listed. Item k of a stage is chunk k / num_streams of stream
 // first_stream + k % num_streams, and chunk c of a stream covers its rows
-// [c * chunk_rows, min((c + 1) * chunk_rows, num_rows)); an item past the end of its stream is empty.
+// [c * chunk_rows, min((c + 1) * chunk_rows, num_rows)); an item past the end of its stream is
+// empty.
 //
-// The field lists below yield the structs, the layout assertions (here and in every device compile),
-// and, through the extension module, the NumPy dtypes. No other header is included, so that NVRTC and
-// the HIP compiler can read this file as it is.
+// The field lists below yield the structs, the layout assertions (here and in every device
+// compile), and, through the extension module, the NumPy dtypes. No other header is included, so
+// that NVRTC and the HIP compiler can read this file as it is.
 #pragma once
 
 namespace fastkern {
@@ -19,13 +20,13 @@ using u64 = unsigned long long;
 
 constexpr u32 kTableMagic = 0x54534b46;  // "FKST"
 constexpr u32 kTableVersion = 1;
-constexpr u32 kNoSlot = 0xffffffffu;   // "no flag": no gate, or no credit to post
-constexpr u32 kValueBits = 16;         // a flag holds epoch << kValueBits | value, value >= 1
+constexpr u32 kNoSlot = 0xffffffffu;  // "no flag": no gate, or no credit to post
+constexpr u32 kValueBits = 16;        // a flag holds epoch << kValueBits | value, value >= 1
 constexpr u32 kMaxValue = (1u << kValueBits) - 1;
 
 // Queues of a rank. Items of one queue are claimed in order, each only once it can run.
-//   pack     own rows -> send staging of the proxy (own or a peer's): permute and balancing in one copy
-//   push     own rows -> window of a rank of the same server (own rows for itself: straight to output)
+//   pack     own rows -> send staging of a proxy, own or a peer's: permute and balance at once
+//   push     own rows -> window of a rank of the same server (for itself: straight to output)
 //   put      send staging -> receive staging of the peer, over scale-out
 //   receive  receive staging -> windows of the local destinations (own rows: straight to output)
 //   land     window -> output, rows that a proxy redistributed
@@ -35,93 +36,93 @@ enum QueueKind : u32 { kPack, kPush, kPut, kReceive, kLand, kTake, kNumQueues };
 enum PolicyKind : u32 { kWhole, kSplit, kDirect, kSpreadout, kNumPolicies };
 
 // X(type, name): 8-byte fields first, then 4-byte fields in pairs: dense, no hidden padding.
-#define FASTKERN_HEADER_FIELDS(X)                                                              \
-    X(u64, table_bytes)     /* the whole block */                                              \
-    X(u64, plan_hash)       /* FNV-1a over traffic, topology, options: equal on all ranks */   \
-    X(u64, row_bytes)                                                                          \
-    X(u64, input_rows)      /* rows of this rank's input, all destinations */                  \
-    X(u64, output_rows)     /* rows of this rank's output, all sources */                      \
-    X(u64, send_rows)       /* send staging, the most that any rank needs: equal on all */     \
-    X(u64, receive_rows)    /* receive staging, likewise */                                    \
-    X(u64, window_rows)     /* window, likewise */                                             \
-    X(u64, bound_rows)      /* most rows a rank sends or receives over scale-out, balanced */  \
-    X(u32, magic)                                                                              \
-    X(u32, version)                                                                            \
-    X(u32, rank)                                                                               \
-    X(u32, num_ranks)                                                                          \
-    X(u32, servers)                                                                            \
-    X(u32, gpus_per_server)                                                                    \
-    X(u32, chunk_slots)     /* chunk flags per pair of ranks */                                \
-    X(u32, policy)          /* PolicyKind */                                                   \
-    X(u32, num_posts)                                                                          \
-    X(u32, num_stages)                                                                         \
-    X(u32, num_streams)                                                                        \
-    X(u32, num_segments)                                                                       \
-    X(u32, num_links)                                                                          \
+#define FASTKERN_HEADER_FIELDS(X)                                                          \
+    X(u64, table_bytes) /* the whole block */                                              \
+    X(u64, plan_hash)   /* FNV-1a over traffic, topology, options: equal on all ranks */   \
+    X(u64, row_bytes)                                                                      \
+    X(u64, input_rows)   /* rows of this rank's input, all destinations */                 \
+    X(u64, output_rows)  /* rows of this rank's output, all sources */                     \
+    X(u64, send_rows)    /* send staging, the most that any rank needs: equal on all */    \
+    X(u64, receive_rows) /* receive staging, likewise */                                   \
+    X(u64, window_rows)  /* window, likewise */                                            \
+    X(u64, bound_rows)   /* most rows a rank sends or receives over scale-out, balanced */ \
+    X(u32, magic)                                                                          \
+    X(u32, version)                                                                        \
+    X(u32, rank)                                                                           \
+    X(u32, num_ranks)                                                                      \
+    X(u32, servers)                                                                        \
+    X(u32, gpus_per_server)                                                                \
+    X(u32, chunk_slots) /* chunk flags per pair of ranks */                                \
+    X(u32, policy)      /* PolicyKind */                                                   \
+    X(u32, num_posts)                                                                      \
+    X(u32, num_stages)                                                                     \
+    X(u32, num_streams)                                                                    \
+    X(u32, num_segments)                                                                   \
+    X(u32, num_links)                                                                      \
     X(u32, reserved)
 
-#define FASTKERN_QUEUE_FIELDS(X)                                                               \
-    X(u64, num_items)                                                                          \
-    X(u32, first_stage)                                                                        \
+#define FASTKERN_QUEUE_FIELDS(X) \
+    X(u64, num_items)            \
+    X(u32, first_stage)          \
     X(u32, num_stages)
 
 // A flag written at kernel start: ready, or the first credit of a receiver's order.
-#define FASTKERN_POST_FIELDS(X)                                                                \
-    X(u32, rank)            /* whose flag */                                                   \
-    X(u32, slot)                                                                               \
-    X(u32, value)                                                                              \
+#define FASTKERN_POST_FIELDS(X)   \
+    X(u32, rank) /* whose flag */ \
+    X(u32, slot)                  \
+    X(u32, value)                 \
     X(u32, reserved)
 
-#define FASTKERN_STAGE_FIELDS(X)                                                               \
-    X(u64, ticks_begin)     /* see plan_time */                                                \
-    X(u64, ticks_end)                                                                          \
-    X(u64, first_item)      /* items of earlier stages of this queue */                        \
-    X(u32, num_chunks)      /* of the longest rail of this put: the same on every rail */      \
-    X(u32, first_stream)                                                                       \
-    X(u32, num_streams)                                                                        \
+#define FASTKERN_STAGE_FIELDS(X)                                                     \
+    X(u64, ticks_begin) /* see plan_time */                                          \
+    X(u64, ticks_end)                                                                \
+    X(u64, first_item) /* items of earlier stages of this queue */                   \
+    X(u32, num_chunks) /* of the longest rail of this put: the same on every rail */ \
+    X(u32, first_stream)                                                             \
+    X(u32, num_streams)                                                              \
     X(u32, reserved)
 
 // Rows that move together, cut into chunks.
-#define FASTKERN_STREAM_FIELDS(X)                                                              \
-    X(u64, num_rows)                                                                           \
-    X(u64, chunk_rows)                                                                         \
-    X(u64, source_row)      /* put: send staging here; receive: receive staging here */        \
-    X(u64, target_row)      /* at peer: send staging (pack), window (push; own rows: output),  \
-                               receive staging (put) */                                        \
-    X(u32, peer)            /* rank written to (pack, push, put), or the writer awaited */     \
-    X(u32, slot)            /* flag of chunk 0: at peer if written to, else here; + chunk */   \
-    X(u32, gate_slot)       /* flag here, awaited before peer is written to; or kNoSlot */     \
-    X(u32, gate_value)                                                                         \
-    X(u32, credit_rank)     /* receive: rank that gets the credit, */                          \
-    X(u32, credit_slot)     /*   its flag, or kNoSlot, */                                      \
-    X(u32, credit_value)                                                                       \
-    X(u32, credit_chunk)    /*   posted when this chunk has arrived */                         \
-    X(u32, first_segment)                                                                      \
-    X(u32, num_segments)                                                                       \
-    X(u32, first_link)                                                                         \
+#define FASTKERN_STREAM_FIELDS(X)                                                           \
+    X(u64, num_rows)                                                                        \
+    X(u64, chunk_rows)                                                                      \
+    X(u64, source_row) /* put: send staging here; receive: receive staging here */          \
+    X(u64, target_row) /* at peer: send staging (pack), window (push; own rows: output),  \
+                               receive staging (put) */ \
+    X(u32, peer)       /* rank written to (pack, push, put), or the writer awaited */       \
+    X(u32, slot)       /* flag of chunk 0: at peer if written to, else here; + chunk */     \
+    X(u32, gate_slot)  /* flag here, awaited before peer is written to; or kNoSlot */       \
+    X(u32, gate_value)                                                                      \
+    X(u32, credit_rank) /* receive: rank that gets the credit, */                           \
+    X(u32, credit_slot) /*   its flag, or kNoSlot, */                                       \
+    X(u32, credit_value)                                                                    \
+    X(u32, credit_chunk) /*   posted when this chunk has arrived */                         \
+    X(u32, first_segment)                                                                   \
+    X(u32, num_segments)                                                                    \
+    X(u32, first_link)                                                                      \
     X(u32, num_links)
 
 // A contiguous part of a stream, in stream order; parts do not overlap.
-#define FASTKERN_SEGMENT_FIELDS(X)                                                             \
-    X(u64, stream_row)      /* first row, counted from the start of the stream */              \
-    X(u64, row)             /* pack, push: input row; receive, land, take: output/window row */ \
-    X(u64, num_rows)                                                                           \
-    X(u32, peer)            /* put: source rank; receive: destination rank; else unused */     \
-    X(u32, slot)            /* put: pack flag here of chunk 0; + chunk */
+#define FASTKERN_SEGMENT_FIELDS(X)                                                         \
+    X(u64, stream_row) /* first row, counted from the start of the stream */               \
+    X(u64, row)        /* pack, push: input row; receive, land, take: output/window row */ \
+    X(u64, num_rows)                                                                       \
+    X(u32, peer) /* put: source rank; receive: destination rank; else unused */            \
+    X(u32, slot) /* put: pack flag here of chunk 0; + chunk */
 
 // receive: a destination of the stream: ready is awaited here, the landing flag is written there.
-#define FASTKERN_LINK_FIELDS(X)                                                                \
-    X(u32, rank)                                                                               \
-    X(u32, slot)            /* landing flag at rank of chunk 0; + chunk */                     \
-    X(u32, gate_slot)       /* ready flag here, or kNoSlot for this rank itself */             \
+#define FASTKERN_LINK_FIELDS(X)                                              \
+    X(u32, rank)                                                             \
+    X(u32, slot)      /* landing flag at rank of chunk 0; + chunk */         \
+    X(u32, gate_slot) /* ready flag here, or kNoSlot for this rank itself */ \
     X(u32, reserved)
 
 #define FASTKERN_FIELD(type, name) type name;
 #define FASTKERN_SIZE(type, name) +sizeof(type)
-#define FASTKERN_RECORD(Name, FIELDS)                                                          \
-    struct Name {                                                                              \
-        FIELDS(FASTKERN_FIELD)                                                                 \
-    };                                                                                         \
+#define FASTKERN_RECORD(Name, FIELDS) \
+    struct Name {                     \
+        FIELDS(FASTKERN_FIELD)        \
+    };                                \
     static_assert(sizeof(Name) == (0 FIELDS(FASTKERN_SIZE)), #Name " has hidden padding")
 
 FASTKERN_RECORD(Header, FASTKERN_HEADER_FIELDS);
@@ -143,8 +144,8 @@ static_assert(sizeof(Segment) == 32 && sizeof(Link) == 16, "layout");
 #define FASTKERN_HD
 #endif
 
-// Plan time of an item: its place in the global order. Strictly increasing along every dependency, on all
-// ranks, and never falling within a queue: so the earliest item not yet run can always run.
+// Plan time of an item: its place in the global order. Strictly increasing along every dependency,
+// on all ranks, and never falling within a queue: so the earliest item not yet run can always run.
 FASTKERN_HD inline u64 plan_time(u32 queue, const Stage& stage, u32 chunk) {
     const u64 ended = (queue == kReceive || queue == kLand) ? 1 : 0;  // after the chunk has crossed
     const u64 ticks = (stage.ticks_end - stage.ticks_begin) * (chunk + ended) / stage.num_chunks;
@@ -181,14 +182,14 @@ FASTKERN_HD inline u64 table_bytes(const Header& h) {
            h.num_segments * u64{sizeof(Segment)} + h.num_links * u64{sizeof(Link)};
 }
 
-// The flags of one rank, in 64-bit words. Every slot has one writer. Ready and credit are exempt from
-// the ready gate, so they are indexed by writer alone, for ever; the others are written only after the
-// owner said that it is in this call.
+// The flags of one rank, in 64-bit words. Every slot has one writer. Ready and credit are exempt
+// from the ready gate, so they are indexed by writer alone, for ever; the others are written only
+// after the owner said that it is in this call.
 //   ready [writer rank]                        writer's buffers are free
 //   credit[writer rank]                        writer's receive staging takes our next put
-//   pack  [writer local rank][put peer's server][chunk]   (direct: [destination rank][chunk], all own)
+//   pack  [writer local rank][put peer's server][chunk]   (direct: [destination][chunk], own)
 //   arrive[writer rank][chunk]                 a put's chunk is in receive staging
-//   land  [writer local rank][source server][chunk]       (direct: never; the receiver is the target)
+//   land  [writer local rank][source server][chunk]       (direct: never)
 //   push  [writer local rank][chunk]
 struct FlagLayout {
     u32 num_ranks, servers, gpus_per_server, chunk_slots;
@@ -213,8 +214,9 @@ struct FlagLayout {
     FASTKERN_HD u32 num_slots() const { return push(gpus_per_server); }
 };
 
-// The moving part of a rank's heap: send staging, receive staging, window, in this order, each starting
-// on a multiple of 256 bytes. Equal on all ranks, because the header's sizes are the maxima.
+// The moving part of a rank's heap: send staging, receive staging, window, in this order, each
+// starting on a multiple of 256 bytes. Equal on all ranks, because the header's sizes are the
+// maxima.
 struct DataLayout {
     u64 send, receive, window, bytes;
 };

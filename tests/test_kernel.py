@@ -1,7 +1,7 @@
 """The host kernel against the oracle and the definition: all ranks as threads of one process.
 
-Every policy, 1-4 blocks, 1-3 lanes, three transports, rows of 1-20000 bytes, calls back to back with slow
-ranks. Guard bytes stand around every rank's heap and output.
+Every policy, 1-4 blocks, 1-3 lanes, three transports, rows of 1-20000 bytes, calls back to back
+with slow ranks. Guard bytes stand around every rank's heap and output.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ class Launch(NamedTuple):
 
     def options(self) -> _host.LaunchOptions:
         rates = (50_000, 500_000) if self.transport == "shaped" else (0, 0)
-        return _host.LaunchOptions(self.num_blocks, self.num_lanes, self.transport, *rates, self.seed)
+        return _host.LaunchOptions(
+            self.num_blocks, self.num_lanes, self.transport, *rates, self.seed
+        )
 
 
 def run_kernel(
@@ -171,7 +173,12 @@ def test_a_missing_rank_ends_in_a_record_and_not_in_a_hang() -> None:
     tables = [made.table(r) for r in range(4)]
     # Rank 3 sleeps longer than the others' deadline.
     outputs = [np.zeros(20 * 8, dtype=np.uint8) for _ in range(4)]
-    call = ([t.bytes for t in tables], [i.reshape(-1) for i in inputs], outputs, [0, 0, 0, 1_500_000])
+    call = (
+        [t.bytes for t in tables],
+        [i.reshape(-1) for i in inputs],
+        outputs,
+        [0, 0, 0, 1_500_000],
+    )
     error = _host.run_cluster([call], Launch().options(), 200_000_000)
     assert "waits for flag" in error
     assert "of rank 3" in error

@@ -1,4 +1,4 @@
-"""The planner: published examples, exactness, bounds, refusals, determinism, and the validator itself."""
+"""The planner: published examples, exactness, bounds, refusals, determinism, the validator."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def test_published_example_takes_17_by_spreadout_and_14_split() -> None:
 
 @pytest.mark.parametrize("per_server", [2, 3, 4, 8])
 @pytest.mark.parametrize("scale", [1, 7, 1000])
-def test_split_on_more_ranks_is_over_the_bound_by_rounding_only(per_server: int, scale: int) -> None:
+def test_split_on_more_ranks_is_over_the_bound_by_rounding_only(
+    per_server: int, scale: int
+) -> None:
     topology = Topology(servers=4, gpus_per_server=per_server)
     made = plan(spread(PAPER * scale, per_server), topology, row_bytes=8, policy="split")
     least = -(-14 * scale // per_server)
@@ -88,7 +90,9 @@ def test_every_plan_is_valid_and_counts_its_rows(case: Case, policy: str, alpha_
         assert made.bound_rows == max(sent + received)
         assert made.completion_rows >= made.bound_rows
         for rank, mine in enumerate(puts):  # rails only
-            assert all(peer % case.gpus_per_server == rank % case.gpus_per_server for peer, _ in mine)
+            assert all(
+                peer % case.gpus_per_server == rank % case.gpus_per_server for peer, _ in mine
+            )
     if made.policy == "split":
         assert made.completion_rows <= made.bound_rows + made.max_puts_per_rank
     if made.policy == "spreadout":
@@ -177,7 +181,7 @@ def test_sums_past_63_bits_are_refused_by_place() -> None:
     with pytest.raises(ValueError, match="column 1 passes 2\\^63 - 1 rows"):
         plan(_column(1), Topology(2, 2), 1)
     traffic[2, 3] = 0
-    with pytest.raises(ValueError, match="row 2 .*bytes"):
+    with pytest.raises(ValueError, match=r"row 2 .*bytes"):
         plan(traffic, Topology(2, 2), row_bytes=4)
     large = np.zeros((4, 4), dtype=np.int64)
     large[2, 0] = (1 << 63) - 1
@@ -209,7 +213,12 @@ def test_other_bad_input_is_refused() -> None:
         plan([[0, 1 << 70, 0, 0]] + [[0] * 4] * 3, topology, 1)
     with pytest.raises(ValueError, match="chunk_slots"):
         plan(good, topology, 1, chunk_slots=1)
-    for field, value in [("servers", 0), ("gpus_per_server", 1.5), ("scale_out_GBps", 0), ("alpha_us", -1)]:
+    for field, value in [
+        ("servers", 0),
+        ("gpus_per_server", 1.5),
+        ("scale_out_GBps", 0),
+        ("alpha_us", -1),
+    ]:
         with pytest.raises(ValueError, match=field):
             Topology(**{"servers": 2, "gpus_per_server": 2, field: value})
 
@@ -274,13 +283,21 @@ def test_validator_finds_each_corruption() -> None:
     rng = np.random.default_rng(3)
     traffic = rng.integers(1, 50, (8, 8))
     made = plan(traffic, Topology(4, 2), 16, "whole", chunk_bytes=64)
-    assert corrupt(made, 0, "streams", 0, "num_rows", int(made.table(0).streams[0]["num_rows"])) == []
+    assert (
+        corrupt(made, 0, "streams", 0, "num_rows", int(made.table(0).streams[0]["num_rows"])) == []
+    )
     table = made.table(0)
     put = int(table.stages[table.queues[2]["first_stage"]]["first_stream"])
     receive = int(table.stages[table.queues[3]["first_stage"]]["first_stream"])
     changes = [
         ("segments", 0, "row", int(table.segments[0]["row"]) + 1, "rank|row"),
-        ("streams", put, "target_row", int(table.streams[put]["target_row"]) + 1, "twice|past|nothing"),
+        (
+            "streams",
+            put,
+            "target_row",
+            int(table.streams[put]["target_row"]) + 1,
+            "twice|past|nothing",
+        ),
         ("streams", put, "gate_value", 9, "never written"),
         ("streams", put, "slot", int(table.streams[put]["slot"]) + 1, "never|two writes"),
         ("streams", receive, "credit_slot", 0xFFFFFFFF, "never written"),

@@ -1,25 +1,27 @@
-// The persistent kernel: one launch per rank and call; blocks run the items of the rank's six queues.
+// The persistent kernel: one launch per rank and call; blocks run the items of the rank's six
+// queues.
 //
-// Memory order. A flag lives with its waiter and has one writer. Writer: all lanes write their data,
-// drain() (each wave on AMD), block barrier, then one lane's store-release at system scope. Reader: one
-// lane's load-acquire at system scope, then the block barrier of the broadcast, then all lanes read.
-// Who writes what (rank r, server s, local rank l; e: epoch):
-//   ready [r] at local peers and, in direct mode, at r's senders   kernel start of r
-//   credit[r] at r's next sender                                   kernel start, or r's receive item
-//   pack, push, land, arrive                                       the item of that name's writer
-// Every remote write but ready, credit and abort waits for the target's ready or credit of this epoch,
-// so "kernel start" means "my buffers are free", and nothing is zeroed between calls.
+// Memory order. A flag lives with its waiter and has one writer. Writer: all lanes write their
+// data, drain() (each wave on AMD), block barrier, then one lane's store-release at system scope.
+// Reader: one lane's load-acquire at system scope, then the block barrier of the broadcast, then
+// all lanes read. Who writes what (rank r, server s, local rank l; e: epoch):
+//   ready [r] at local peers, and in direct mode r's senders   kernel start of r
+//   credit[r] at r's next sender                             kernel start, or r's receive item
+//   pack, push, land, arrive                                 the item that wrote the data
+// Every remote write but ready, credit and abort waits for the target's ready or credit of this
+// epoch, so "kernel start" means "my buffers are free", and nothing is zeroed between calls.
 //
 // Claiming. A block looks at the heads of all queues and takes, by compare-and-swap on the queue's
-// ticket, only an item that can run now; it then runs it without waiting. No block holds an item while it
-// waits, so any number of blocks ends: plan times strictly increase along dependencies and never fall in
-// a queue, so the earliest item not yet run anywhere is at the head of its queue and can run.
+// ticket, only an item that can run now; it then runs it without waiting. No block holds an item
+// while it waits, so any number of blocks ends: plan times strictly increase along dependencies and
+// never fall in a queue, so the earliest item not yet run anywhere is at the head of its queue and
+// can run.
 //
-// Example, 2 servers x 2 ranks, ranks 0 and 1 send 8 and 4 rows to server 1, chunks of 6 rows. Rank 0 packs
-// 6 rows into its own staging and 2 into rank 1's, then signals pack[0] at both. Rank 1 adds its 4. Each
-// puts one chunk of 6 rows to its same-index peer (0 -> 2, 1 -> 3) once pack flags and credit are there,
-// and signals arrive. Rank 3 lands what is its own, hands the rest to rank 2's window and signals land[1]
-// there; rank 2 copies window -> output.
+// Example, 2 servers x 2 ranks, ranks 0 and 1 send 8 and 4 rows to server 1, chunks of 6 rows. Rank
+// 0 packs 6 rows into its own staging and 2 into rank 1's, then signals pack[0] at both. Rank 1
+// adds its 4. Each puts one chunk of 6 rows to its same-index peer (0 -> 2, 1 -> 3) once pack flags
+// and credit are there, and signals arrive. Rank 3 lands what is its own, hands the rest to rank
+// 2's window and signals land[1] there; rank 2 copies window -> output.
 #pragma once
 
 #include "kernels/body/items.h"
@@ -35,7 +37,8 @@ struct Choice {
 };
 
 template <class Target, class Transport>
-FASTKERN_DEVICE void post_start_flags(const Target& target, const Transport& transport, const TableView& table) {
+FASTKERN_DEVICE void post_start_flags(const Target& target, const Transport& transport,
+                                      const TableView& table) {
     for (u32 k = target.lane(); k < table.header->num_posts; k += target.num_lanes()) {
         const Post& p = table.posts[k];
         transport.signal(p.rank, p.slot, p.value, kScaleUp, 0);
@@ -95,7 +98,8 @@ class Picker {
             choice.decision = kLeave;
         } else if (choice.decision == kRunItem) {
             const Item& item = choice.item;
-            if (!target_.compare_and_swap(&control->tickets[item.queue], item.ticket, item.ticket + 1))
+            if (!target_.compare_and_swap(&control->tickets[item.queue], item.ticket,
+                                          item.ticket + 1))
                 choice.decision = kLookAgain;  // another block took it
             last_progress_ns_ = 0;
             idle_rounds_ = 0;
@@ -118,7 +122,8 @@ class Picker {
     FASTKERN_DEVICE Item locate(u32 queue, u64 ticket) {
         const Stage* stages = table_.stages + table_.queues[queue].first_stage;
         u32 k = stage_[queue];
-        while (ticket >= stages[k].first_item + u64{stages[k].num_chunks} * stages[k].num_streams) ++k;
+        while (ticket >= stages[k].first_item + u64{stages[k].num_chunks} * stages[k].num_streams)
+            ++k;
         stage_[queue] = k;
         return make_item(table_, queue, k, ticket);
     }
@@ -156,8 +161,8 @@ class Picker {
 };
 
 template <class Target>
-FASTKERN_DEVICE void trace_item(const Target& target, const TableView& table, const KernelArgs& args,
-                                const Item& item, u64 begin_ns) {
+FASTKERN_DEVICE void trace_item(const Target& target, const TableView& table,
+                                const KernelArgs& args, const Item& item, u64 begin_ns) {
     const u64 k = target.fetch_add(args.trace_count, 1);
     if (k >= args.trace_capacity) return;
     TraceEvent event{};
@@ -173,7 +178,8 @@ FASTKERN_DEVICE void trace_item(const Target& target, const TableView& table, co
 }
 
 template <class Target, class Transport>
-FASTKERN_DEVICE void exchange_block(const Target& target, const Transport& transport, const KernelArgs& args) {
+FASTKERN_DEVICE void exchange_block(const Target& target, const Transport& transport,
+                                    const KernelArgs& args) {
     const TableView table = view_table(args.table);
     Control* control = args.controls[args.rank];
     if (target.block() == 0) post_start_flags(target, transport, table);
@@ -186,7 +192,8 @@ FASTKERN_DEVICE void exchange_block(const Target& target, const Transport& trans
         if (choice.decision != kRunItem) continue;
         const u64 begin_ns = args.trace ? target.now_ns() : 0;
         run_item(target, transport, table, args, choice.item);
-        if (args.trace && target.lane() == 0) trace_item(target, table, args, choice.item, begin_ns);
+        if (args.trace && target.lane() == 0)
+            trace_item(target, table, args, choice.item, begin_ns);
     }
     if (target.lane() != 0) return;
     // The last block out makes the rank ready for the next call.

@@ -17,10 +17,12 @@ struct Item {
 };
 
 FASTKERN_DEVICE inline u64 item_time(const TableView& table, const Item& item) {
-    return plan_time(item.queue, table.stages[table.queues[item.queue].first_stage + item.stage], item.chunk);
+    return plan_time(item.queue, table.stages[table.queues[item.queue].first_stage + item.stage],
+                     item.chunk);
 }
 
-FASTKERN_DEVICE inline Item make_item(const TableView& table, u32 queue, u32 stage_index, u64 ticket) {
+FASTKERN_DEVICE inline Item make_item(const TableView& table, u32 queue, u32 stage_index,
+                                      u64 ticket) {
     const Stage& stage = table.stages[table.queues[queue].first_stage + stage_index];
     const u64 k = ticket - stage.first_item;
     Item item{};
@@ -75,7 +77,8 @@ FASTKERN_DEVICE inline bool chunk_touches(const TableView& table, const Item& it
 }
 
 template <class Transport>
-FASTKERN_DEVICE bool check(const Transport& transport, u32 slot, u32 value, u32 writer, ErrorRecord* record) {
+FASTKERN_DEVICE bool check(const Transport& transport, u32 slot, u32 value, u32 writer,
+                           ErrorRecord* record) {
     if (transport.seen(slot, value)) return true;
     if (record) {
         record->expected = transport.stamp(value);
@@ -86,12 +89,14 @@ FASTKERN_DEVICE bool check(const Transport& transport, u32 slot, u32 value, u32 
     return false;
 }
 
-// Are all waits of the item over? Never blocks. Fills `record` (if given) with the first one that is not.
+// Are all waits of the item over? Never blocks. Fills `record` (if given) with the first one that
+// is not.
 template <class Transport>
 FASTKERN_DEVICE bool can_run(const Transport& transport, const TableView& table, const Item& item,
                              ErrorRecord* record) {
     const Stream& s = table.streams[item.stream];
-    if (s.gate_slot != kNoSlot && !check(transport, s.gate_slot, s.gate_value, s.peer, record)) return false;
+    if (s.gate_slot != kNoSlot && !check(transport, s.gate_slot, s.gate_value, s.peer, record))
+        return false;
     switch (item.queue) {
         case kPack:
         case kPush:
@@ -117,16 +122,16 @@ FASTKERN_DEVICE bool can_run(const Transport& transport, const TableView& table,
 
 // Makes the block's writes visible, then lets one lane raise the flag.
 template <class Target, class Transport>
-FASTKERN_DEVICE void signal_after_writes(const Target& target, const Transport& transport, u32 rank, u32 slot,
-                                         Tier tier, u64 bytes) {
+FASTKERN_DEVICE void signal_after_writes(const Target& target, const Transport& transport, u32 rank,
+                                         u32 slot, Tier tier, u64 bytes) {
     target.drain();
     target.barrier();
     if (target.lane() == 0) transport.signal(rank, slot, 1, tier, bytes);
 }
 
 template <class Target, class Transport>
-FASTKERN_DEVICE void run_item(const Target& target, const Transport& transport, const TableView& table,
-                              const KernelArgs& args, const Item& item) {
+FASTKERN_DEVICE void run_item(const Target& target, const Transport& transport,
+                              const TableView& table, const KernelArgs& args, const Item& item) {
     const Stream& s = table.streams[item.stream];
     const DataLayout layout = data_layout(*table.header);
     const u64 row_bytes = table.header->row_bytes;
@@ -139,7 +144,8 @@ FASTKERN_DEVICE void run_item(const Target& target, const Transport& transport, 
         transport.put(to, from, item.num_rows * row_bytes, s.peer, s.slot + item.chunk);
         return;
     }
-    if (item.queue == kReceive && s.credit_slot != kNoSlot && s.credit_chunk == item.chunk && target.lane() == 0)
+    if (item.queue == kReceive && s.credit_slot != kNoSlot && s.credit_chunk == item.chunk &&
+        target.lane() == 0)
         transport.signal(s.credit_rank, s.credit_slot, s.credit_value, kScaleOut, 0);
     u64 sent_bytes = 0;
     for (u32 k = item.first_segment; k < end_segment; ++k) {
@@ -161,7 +167,8 @@ FASTKERN_DEVICE void run_item(const Target& target, const Transport& transport, 
                 break;
             case kReceive:
                 from = own + layout.receive + (s.source_row + part.stream_row) * row_bytes;
-                to = (g.peer == args.rank ? args.output : args.data[g.peer] + layout.window) + part.row * row_bytes;
+                to = (g.peer == args.rank ? args.output : args.data[g.peer] + layout.window) +
+                     part.row * row_bytes;
                 break;
             default:  // land, take
                 from = own + layout.window + part.row * row_bytes;

@@ -16,7 +16,8 @@ constexpr u8 kGuard = 0xC5;
 
 }  // namespace
 
-std::string run_cluster(const std::vector<ClusterCall>& calls, const LaunchOptions& options, u64 progress_ns) {
+std::string run_cluster(const std::vector<ClusterCall>& calls, const LaunchOptions& options,
+                        u64 progress_ns) {
     const Header& first = *view_table(calls.at(0).tables.at(0)).header;
     const u32 num_ranks = first.num_ranks;
     u64 data_bytes = 0;
@@ -55,13 +56,16 @@ std::string run_cluster(const std::vector<ClusterCall>& calls, const LaunchOptio
                 args.rank = r;
                 if (launch_on_host(args, options)) continue;
                 const Control& c = *heap.controls[r];
-                errors[r] = "rank " + std::to_string(r) + " call " + std::to_string(e + 1) + " aborted";
+                errors[r] =
+                    "rank " + std::to_string(r) + " call " + std::to_string(e + 1) + " aborted";
                 if (c.record.state)
                     errors[r] += ": queue " + std::to_string(c.record.queue) + " stage " +
-                                 std::to_string(c.record.stage) + " chunk " + std::to_string(c.record.chunk) +
-                                 " waits for flag " + std::to_string(c.record.slot) + " of rank " +
+                                 std::to_string(c.record.stage) + " chunk " +
+                                 std::to_string(c.record.chunk) + " waits for flag " +
+                                 std::to_string(c.record.slot) + " of rank " +
                                  std::to_string(c.record.peer) + ", expected " +
-                                 std::to_string(c.record.expected) + ", seen " + std::to_string(c.record.seen);
+                                 std::to_string(c.record.expected) + ", seen " +
+                                 std::to_string(c.record.seen);
                 return;
             }
         });
@@ -72,7 +76,8 @@ std::string run_cluster(const std::vector<ClusterCall>& calls, const LaunchOptio
         if (!error.empty()) return error;
     for (u32 r = 0; r < num_ranks; ++r)
         for (u64 k = 0; k < kGuardBytes; ++k)
-            if (heap.data[r][-static_cast<std::ptrdiff_t>(k) - 1] != kGuard || heap.data[r][data_bytes + k] != kGuard)
+            if (heap.data[r][-static_cast<std::ptrdiff_t>(k) - 1] != kGuard ||
+                heap.data[r][data_bytes + k] != kGuard)
                 return "rank " + std::to_string(r) + ": bytes around its heap were overwritten";
     return {};
 }

@@ -1,5 +1,5 @@
-// The control part of the symmetric heap on the host, and its address arithmetic: one definition for
-// sizes and pointers. Every rank's region has the same shape:
+// The control part of the symmetric heap on the host, and its address arithmetic: one definition
+// for sizes and pointers. Every rank's region has the same shape:
 //   Control | Mailbox | acks[R] | records[2][R] | flags[slots] | visible_ns[slots]
 #pragma once
 
@@ -21,8 +21,8 @@ static_assert(sizeof(Mailbox) == 128, "layout");
 
 struct ControlLayout {
     u32 num_ranks;
-    u32 num_slots;      // FlagLayout::num_slots
-    u64 record_bytes;   // payload of one rank's record, a multiple of 8
+    u32 num_slots;     // FlagLayout::num_slots
+    u64 record_bytes;  // payload of one rank's record, a multiple of 8
 
     u64 mailbox() const { return 256; }
     u64 acks() const { return mailbox() + sizeof(Mailbox); }

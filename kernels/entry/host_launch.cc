@@ -1,26 +1,27 @@
 #include "kernels/target/host.h"
 //
+#include <deque>
+#include <thread>
+#include <vector>
+
 #include "kernels/body/exchange.h"
 #include "kernels/entry/host_launch.h"
 #include "kernels/transport/mapped.h"
 #include "kernels/transport/shuffled.h"
 
-#include <deque>
-#include <thread>
-#include <vector>
-
 namespace fastkern {
 
 namespace {
 
-void run_lane(const KernelArgs& args, const LaunchOptions& options, HostBlock* shared, u32 block, u32 lane,
-              ShuffledQueue* queue) {
+void run_lane(const KernelArgs& args, const LaunchOptions& options, HostBlock* shared, u32 block,
+              u32 lane, ShuffledQueue* queue) {
     const HostTarget target(shared, block, lane);
     switch (options.transport) {
         case HostTransport::kShm:
             return exchange_block(target, MappedTransport<HostTarget>(target, args), args);
         case HostTransport::kShaped:
-            return exchange_block(target, ShapedTransport<HostTarget>(target, args, options.rates), args);
+            return exchange_block(target, ShapedTransport<HostTarget>(target, args, options.rates),
+                                  args);
         case HostTransport::kShuffled:
             return exchange_block(target, ShuffledTransport<HostTarget>(target, args, queue), args);
     }
@@ -36,7 +37,9 @@ bool launch_on_host(KernelArgs args, const LaunchOptions& options) {
     std::vector<std::thread> threads;
     for (u32 b = 0; b < options.num_blocks; ++b)
         for (u32 l = 0; l < options.num_lanes; ++l)
-            if (b || l) threads.emplace_back([&, b, l] { run_lane(args, options, &blocks[b], b, l, &queue); });
+            if (b || l)
+                threads.emplace_back(
+                    [&, b, l] { run_lane(args, options, &blocks[b], b, l, &queue); });
     run_lane(args, options, &blocks[0], 0, 0, &queue);
     for (std::thread& t : threads) t.join();
     return HostTarget::load_acquire(&args.controls[args.rank]->epoch) == args.epoch;

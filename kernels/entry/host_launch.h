@@ -17,7 +17,8 @@ struct LaunchOptions {
 };
 
 // Runs one call of one rank and returns when it is over; args.num_blocks is taken from the options.
-// Returns true when it ended well; false when it was aborted (see Control::record and Control::abort).
+// Returns true when it ended well; false when it was aborted (see Control::record and
+// Control::abort).
 bool launch_on_host(KernelArgs args, const LaunchOptions& options);
 
 }  // namespace fastkern

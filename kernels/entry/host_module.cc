@@ -20,9 +20,10 @@ namespace {
 using ConstBytes = nb::ndarray<const u8, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using MutableBytes = nb::ndarray<u8, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-LaunchOptions make_options(u32 num_blocks, u32 num_lanes, const std::string& transport, u64 scale_up_ps_per_kib,
-                           u64 scale_out_ps_per_kib, u64 seed) {
-    if (num_blocks < 1 || num_blocks > 1024) throw std::invalid_argument("num_blocks must be 1 to 1024");
+LaunchOptions make_options(u32 num_blocks, u32 num_lanes, const std::string& transport,
+                           u64 scale_up_ps_per_kib, u64 scale_out_ps_per_kib, u64 seed) {
+    if (num_blocks < 1 || num_blocks > 1024)
+        throw std::invalid_argument("num_blocks must be 1 to 1024");
     if (num_lanes < 1 || num_lanes > 64) throw std::invalid_argument("num_lanes must be 1 to 64");
     LaunchOptions o;
     o.num_blocks = num_blocks;
@@ -69,11 +70,15 @@ struct PyRank {
 
 NB_MODULE(_host, m) {
     nb::class_<LaunchOptions>(m, "LaunchOptions")
-        .def("__init__",
-             [](LaunchOptions* o, u32 num_blocks, u32 num_lanes, const std::string& transport, u64 up, u64 out,
-                u64 seed) { new (o) LaunchOptions(make_options(num_blocks, num_lanes, transport, up, out, seed)); },
-             "num_blocks"_a = 1, "num_lanes"_a = 1, "transport"_a = "shm", "scale_up_ps_per_kib"_a = 0,
-             "scale_out_ps_per_kib"_a = 0, "seed"_a = 0)
+        .def(
+            "__init__",
+            [](LaunchOptions* o, u32 num_blocks, u32 num_lanes, const std::string& transport,
+               u64 up, u64 out, u64 seed) {
+                new (o)
+                    LaunchOptions(make_options(num_blocks, num_lanes, transport, up, out, seed));
+            },
+            "num_blocks"_a = 1, "num_lanes"_a = 1, "transport"_a = "shm",
+            "scale_up_ps_per_kib"_a = 0, "scale_out_ps_per_kib"_a = 0, "seed"_a = 0)
         .def_ro("num_blocks", &LaunchOptions::num_blocks)
         .def_ro("num_lanes", &LaunchOptions::num_lanes);
 
@@ -81,23 +86,29 @@ NB_MODULE(_host, m) {
         .def(nb::init<const std::string&, u64, bool>(), "name"_a, "num_bytes"_a, "create"_a)
         .def("unlink", &SharedMemory::unlink)
         .def_prop_ro("num_bytes", &SharedMemory::bytes)
-        .def_prop_ro("address", [](const SharedMemory& s) { return reinterpret_cast<std::uintptr_t>(s.base()); });
+        .def_prop_ro("address", [](const SharedMemory& s) {
+            return reinterpret_cast<std::uintptr_t>(s.base());
+        });
 
     m.def("control_bytes", [](u32 num_ranks, u32 num_slots, u64 record_bytes) {
         return ControlLayout{num_ranks, num_slots, record_bytes}.bytes();
     });
 
     nb::class_<PyRank>(m, "HostRank")
-        .def("__init__",
-             [](PyRank* self, u32 rank, u32 num_ranks, u32 num_slots, u64 record_bytes, const SharedMemory& control) {
-                 const ControlLayout layout{num_ranks, num_slots, record_bytes};
-                 if (rank >= num_ranks) throw std::invalid_argument("rank is not below num_ranks");
-                 if (record_bytes % 8) throw std::invalid_argument("record_bytes must be a multiple of 8");
-                 if (control.bytes() < layout.bytes() * num_ranks)
-                     throw std::invalid_argument("the control segment is too small");
-                 new (self) PyRank{HostRank(rank, layout, control.base()), layout};
-             },
-             "rank"_a, "num_ranks"_a, "num_slots"_a, "record_bytes"_a, "control"_a, nb::keep_alive<1, 6>())
+        .def(
+            "__init__",
+            [](PyRank* self, u32 rank, u32 num_ranks, u32 num_slots, u64 record_bytes,
+               const SharedMemory& control) {
+                const ControlLayout layout{num_ranks, num_slots, record_bytes};
+                if (rank >= num_ranks) throw std::invalid_argument("rank is not below num_ranks");
+                if (record_bytes % 8)
+                    throw std::invalid_argument("record_bytes must be a multiple of 8");
+                if (control.bytes() < layout.bytes() * num_ranks)
+                    throw std::invalid_argument("the control segment is too small");
+                new (self) PyRank{HostRank(rank, layout, control.base()), layout};
+            },
+            "rank"_a, "num_ranks"_a, "num_slots"_a, "record_bytes"_a, "control"_a,
+            nb::keep_alive<1, 6>())
         .def("post_record",
              [](PyRank& self, u64 epoch, ConstBytes payload) {
                  if (payload.size() != self.layout.record_bytes)
@@ -109,7 +120,8 @@ NB_MODULE(_host, m) {
                  nb::gil_scoped_release release;
                  return outcome_name(self.rank.await_records(epoch, slice_ns));
              })
-        .def("missing_records", [](PyRank& self, u64 epoch) { return self.rank.missing_records(epoch); })
+        .def("missing_records",
+             [](PyRank& self, u64 epoch) { return self.rank.missing_records(epoch); })
         .def("read_records",
              [](PyRank& self, u64 epoch, MutableBytes out) {
                  const u64 bytes = self.layout.record_bytes;
@@ -118,8 +130,9 @@ NB_MODULE(_host, m) {
                  for (u32 r = 0; r < self.layout.num_ranks; ++r)
                      std::memcpy(out.data() + r * bytes, self.rank.record(epoch, r), bytes);
              })
-        .def("announce", [](PyRank& self, u64 generation, const std::string& name, u64 bytes_per_rank,
-                            u32 status) { self.rank.announce(generation, name, bytes_per_rank, status); })
+        .def("announce",
+             [](PyRank& self, u64 generation, const std::string& name, u64 bytes_per_rank,
+                u32 status) { self.rank.announce(generation, name, bytes_per_rank, status); })
         .def("await_mailbox",
              [](PyRank& self, u64 generation, u64 slice_ns) {
                  nb::gil_scoped_release release;
@@ -136,7 +149,8 @@ NB_MODULE(_host, m) {
                  nb::gil_scoped_release release;
                  return outcome_name(self.rank.await_acks(generation, slice_ns));
              })
-        .def("missing_acks", [](PyRank& self, u64 generation) { return self.rank.missing_acks(generation); })
+        .def("missing_acks",
+             [](PyRank& self, u64 generation) { return self.rank.missing_acks(generation); })
         .def("map_data",
              [](PyRank& self, const SharedMemory& data, u64 bytes_per_rank) {
                  if (data.bytes() < bytes_per_rank * self.layout.num_ranks)
@@ -144,31 +158,35 @@ NB_MODULE(_host, m) {
                  self.rank.map_data(data.base(), bytes_per_rank);
              })
         .def("launch",
-             [](PyRank& self, ConstBytes table, std::uintptr_t input, std::uintptr_t output, u64 epoch,
-                u64 progress_ns, const LaunchOptions& options) {
+             [](PyRank& self, ConstBytes table, std::uintptr_t input, std::uintptr_t output,
+                u64 epoch, u64 progress_ns, const LaunchOptions& options) {
                  const u8* block = table.data();
                  nb::gil_scoped_release release;
                  return self.rank.launch(block, reinterpret_cast<const u8*>(input),
-                                         reinterpret_cast<u8*>(output), epoch, progress_ns, options);
+                                         reinterpret_cast<u8*>(output), epoch, progress_ns,
+                                         options);
              })
-        .def("set_trace_capacity", [](PyRank& self, u64 capacity) { self.rank.set_trace_capacity(capacity); })
+        .def("set_trace_capacity",
+             [](PyRank& self, u64 capacity) { self.rank.set_trace_capacity(capacity); })
         .def("last_trace",
              [](PyRank& self) {
                  nb::list events;
                  for (const TraceEvent& e : self.rank.last_trace())
-                     events.append(nb::make_tuple(e.begin_ns, e.end_ns, e.bytes, e.queue, e.stage, e.chunk, e.peer,
-                                                  e.block));
+                     events.append(nb::make_tuple(e.begin_ns, e.end_ns, e.bytes, e.queue, e.stage,
+                                                  e.chunk, e.peer, e.block));
                  return events;
              })
         .def("abort_word", [](PyRank& self) { return self.rank.abort_word(); })
         .def("abort_all", [](PyRank& self, u64 epoch) { self.rank.abort_all(epoch); })
         .def("completed_epoch", [](PyRank& self) { return self.rank.completed_epoch(); })
         .def("error", [](PyRank& self, u32 origin) {
-            if (origin >= self.layout.num_ranks) throw std::invalid_argument("origin is not a rank");
+            if (origin >= self.layout.num_ranks)
+                throw std::invalid_argument("origin is not a rank");
             return error_dict(self.rank.error(origin));
         });
 
-    // Tests: all ranks as threads. calls: list of (tables, inputs, outputs, delay_us), arrays per rank.
+    // Tests: all ranks as threads. calls: list of (tables, inputs, outputs, delay_us), arrays per
+    // rank.
     m.def(
         "run_cluster",
         [](const std::vector<std::tuple<std::vector<ConstBytes>, std::vector<ConstBytes>,

@@ -22,7 +22,8 @@ namespace {
 
 }  // namespace
 
-SharedMemory::SharedMemory(const std::string& name, u64 bytes, bool create) : name_(name), bytes_(bytes) {
+SharedMemory::SharedMemory(const std::string& name, u64 bytes, bool create)
+    : name_(name), bytes_(bytes) {
     const int fd = shm_open(name.c_str(), create ? O_CREAT | O_EXCL | O_RDWR : O_RDWR, 0600);
     if (fd < 0) fail(errno, "shared memory " + name);
     linked_ = create;
@@ -99,7 +100,8 @@ Outcome HostRank::await_records(u64 epoch, u64 slice_ns) {
 std::vector<u32> HostRank::missing_records(u64 epoch) const {
     std::vector<u32> missing;
     for (u32 r = 0; r < layout_.num_ranks; ++r)
-        if (HostTarget::load_acquire(word(rank_, layout_.record(epoch, r))) < epoch) missing.push_back(r);
+        if (HostTarget::load_acquire(word(rank_, layout_.record(epoch, r))) < epoch)
+            missing.push_back(r);
     return missing;
 }
 
@@ -108,7 +110,8 @@ const u8* HostRank::record(u64 epoch, u32 writer) const {
 }
 
 void HostRank::announce(u64 generation, const std::string& name, u64 bytes_per_rank, u32 status) {
-    if (name.size() >= sizeof(Mailbox::name)) throw std::invalid_argument("segment name is too long");
+    if (name.size() >= sizeof(Mailbox::name))
+        throw std::invalid_argument("segment name is too long");
     for (u32 r = 0; r < layout_.num_ranks; ++r) {
         auto* box = reinterpret_cast<Mailbox*>(region(r) + layout_.mailbox());
         box->bytes_per_rank = bytes_per_rank;
@@ -124,7 +127,8 @@ const Mailbox& HostRank::mailbox() const {
 }
 
 Outcome HostRank::await_mailbox(u64 generation, u64 slice_ns) {
-    return wait(slice_ns, [&] { return HostTarget::load_acquire(&mailbox().generation) >= generation; });
+    return wait(slice_ns,
+                [&] { return HostTarget::load_acquire(&mailbox().generation) >= generation; });
 }
 
 void HostRank::acknowledge(u64 generation) {
@@ -138,7 +142,8 @@ Outcome HostRank::await_acks(u64 generation, u64 slice_ns) {
 std::vector<u32> HostRank::missing_acks(u64 generation) const {
     std::vector<u32> missing;
     for (u32 r = 0; r < layout_.num_ranks; ++r)
-        if (HostTarget::load_acquire(word(0, layout_.acks() + u64{r} * 8)) < generation) missing.push_back(r);
+        if (HostTarget::load_acquire(word(0, layout_.acks() + u64{r} * 8)) < generation)
+            missing.push_back(r);
     return missing;
 }
 
@@ -180,6 +185,8 @@ void HostRank::abort_all(u64 epoch) {
 
 const ErrorRecord& HostRank::error(u32 origin) const { return heap_.controls[origin]->record; }
 
-u64 HostRank::completed_epoch() const { return HostTarget::load_acquire(&heap_.controls[rank_]->epoch); }
+u64 HostRank::completed_epoch() const {
+    return HostTarget::load_acquire(&heap_.controls[rank_]->epoch);
+}
 
 }  // namespace fastkern

@@ -1,9 +1,11 @@
-// Host target: a rank is a process (or a thread in tests), a block is a group of threads, a lane a thread.
+// Host target: a rank is a process (or a thread in tests), a block is a group of threads, a lane a
+// thread.
 //
 // Every target supplies the same operations:
 //   lane num_lanes block barrier broadcast drain copy pause now_ns
 //   load_relaxed load_acquire store_relaxed store_release fetch_add compare_and_swap
-// Atomics are at system scope. Release and acquire sit on the flag operation itself, never in a fence.
+// Atomics are at system scope. Release and acquire sit on the flag operation itself, never in a
+// fence.
 #pragma once
 
 #include <sched.h>
@@ -34,7 +36,8 @@ struct HostBlock {
 
 class HostTarget {
   public:
-    HostTarget(HostBlock* shared, u32 block, u32 lane) : shared_(shared), block_(block), lane_(lane) {}
+    HostTarget(HostBlock* shared, u32 block, u32 lane)
+        : shared_(shared), block_(block), lane_(lane) {}
 
     u32 lane() const { return lane_; }
     u32 num_lanes() const { return shared_->num_lanes; }
@@ -49,7 +52,8 @@ class HostTarget {
             return;
         }
         u32 rounds = 0;
-        while (__atomic_load_n(&shared_->generation, __ATOMIC_ACQUIRE) == generation) pause(rounds++);
+        while (__atomic_load_n(&shared_->generation, __ATOMIC_ACQUIRE) == generation)
+            pause(rounds++);
     }
 
     // Lane 0's value on every lane. Two slots in turn, so that one barrier suffices.
@@ -107,7 +111,8 @@ class HostTarget {
     static void store_release(u64* p, u64 v) { __atomic_store_n(p, v, FASTKERN_RELEASE); }
     static u64 fetch_add(u64* p, u64 v) { return __atomic_fetch_add(p, v, __ATOMIC_ACQ_REL); }
     static bool compare_and_swap(u64* p, u64 expected, u64 desired) {
-        return __atomic_compare_exchange_n(p, &expected, desired, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+        return __atomic_compare_exchange_n(p, &expected, desired, false, __ATOMIC_ACQ_REL,
+                                           __ATOMIC_ACQUIRE);
     }
 
   private:

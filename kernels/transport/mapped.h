@@ -1,4 +1,5 @@
-// Mapped stores: every peer's heap can be written with plain stores. `shm` on the host, `peer` on devices.
+// Mapped stores: every peer's heap can be written with plain stores. `shm` on the host, `peer` on
+// devices.
 //
 // Every transport supplies:
 //   put(to, from, bytes, rank, slot)   all lanes: move the bytes, then raise the flag
@@ -16,7 +17,8 @@ namespace fastkern {
 template <class Target>
 class MappedTransport {
   public:
-    FASTKERN_DEVICE MappedTransport(const Target& target, const KernelArgs& args) : target_(target), args_(args) {}
+    FASTKERN_DEVICE MappedTransport(const Target& target, const KernelArgs& args)
+        : target_(target), args_(args) {}
 
     FASTKERN_DEVICE void put(u8* to, const u8* from, u64 bytes, u32 rank, u32 slot) const {
         target_.copy(to, from, bytes);
@@ -30,7 +32,9 @@ class MappedTransport {
     FASTKERN_DEVICE bool seen(u32 slot, u32 value) const {
         return target_.load_acquire(&args_.flags[args_.rank][slot]) >= stamp(value);
     }
-    FASTKERN_DEVICE u64 peek(u32 slot) const { return target_.load_relaxed(&args_.flags[args_.rank][slot]); }
+    FASTKERN_DEVICE u64 peek(u32 slot) const {
+        return target_.load_relaxed(&args_.flags[args_.rank][slot]);
+    }
     FASTKERN_DEVICE u64 stamp(u32 value) const { return args_.epoch << kValueBits | value; }
     FASTKERN_DEVICE bool can_send(Tier) const { return true; }
     FASTKERN_DEVICE void progress() const {}

@@ -1,9 +1,10 @@
 // Shaped `shm`: each rank's egress and ingress of both tiers are serialised at a set rate.
 //
-// Bytes are copied at once, but a flag can be seen only when a link of the set rate would have delivered
-// them: the sender books its egress, then the receiver's ingress (a switch with unbounded buffers between
-// them: no loss, no head-of-line blocking, so the baselines lose nothing to the simulation). A sender
-// books no further than 1 ms into the future, so that bookings follow the order of arrival.
+// Bytes are copied at once, but a flag can be seen only when a link of the set rate would have
+// delivered them: the sender books its egress, then the receiver's ingress (a switch with unbounded
+// buffers between them: no loss, no head-of-line blocking, so the baselines lose nothing to the
+// simulation). A sender books no further than 1 ms into the future, so that bookings follow the
+// order of arrival.
 #pragma once
 
 #include "kernels/body/args.h"
@@ -30,9 +31,10 @@ class ShapedTransport {
     void signal(u32 rank, u32 slot, u32 value, Tier tier, u64 bytes) const {
         u64 visible = 0;
         if (bytes && rates_.ps_per_kib[tier]) {
-            const u64 ns = static_cast<u64>(static_cast<unsigned __int128>(bytes) * rates_.ps_per_kib[tier] /
-                                            1024 / 1000);
-            const u64 sent = book(&args_.controls[args_.rank]->egress_free_ns[tier], target_.now_ns(), ns);
+            const u64 ns = static_cast<u64>(static_cast<unsigned __int128>(bytes) *
+                                            rates_.ps_per_kib[tier] / 1024 / 1000);
+            const u64 sent =
+                book(&args_.controls[args_.rank]->egress_free_ns[tier], target_.now_ns(), ns);
             visible = book(&args_.controls[rank]->ingress_free_ns[tier], sent - ns, ns);
         }
         target_.store_relaxed(&args_.visible_ns[rank][slot], visible);
@@ -57,7 +59,8 @@ class ShapedTransport {
     void progress() const {}
     bool quiet() const {
         for (u32 tier = 0; tier < kNumTiers; ++tier)
-            if (target_.load_relaxed(&args_.controls[args_.rank]->egress_free_ns[tier]) > target_.now_ns())
+            if (target_.load_relaxed(&args_.controls[args_.rank]->egress_free_ns[tier]) >
+                target_.now_ns())
                 return false;
         return true;
     }

@@ -1,7 +1,8 @@
 // Shuffled `shm`, for tests: puts land late and out of order, and blocks stall at random.
 //
-// A put is only noted; `progress` delivers noted puts one at a time in random order, bytes first, flag
-// after, as a network that orders nothing but a put and its own flag would. Everything else passes through.
+// A put is only noted; `progress` delivers noted puts one at a time in random order, bytes first,
+// flag after, as a network that orders nothing but a put and its own flag would. Everything else
+// passes through.
 #pragma once
 
 #include <mutex>

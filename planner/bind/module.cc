@@ -1,4 +1,5 @@
-// Python's view of the planner core. The readable interface is planner/api.py; nothing is decided here.
+// Python's view of the planner core. The readable interface is planner/api.py; nothing is decided
+// here.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
@@ -27,7 +28,8 @@ Bytes to_array(std::vector<u8>&& block) {
 }
 
 const Header& checked_header(const nb::ndarray<const u8, nb::ndim<1>, nb::c_contig>& block) {
-    if (block.size() < sizeof(Header)) throw std::invalid_argument("a stage table is at least a header long");
+    if (block.size() < sizeof(Header))
+        throw std::invalid_argument("a stage table is at least a header long");
     return *reinterpret_cast<const Header*>(block.data());
 }
 
@@ -69,8 +71,8 @@ nb::dict constants() {
     return c;
 }
 
-Topology make_topology(u32 servers, u32 gpus_per_server, double scale_up_gbps, double scale_out_gbps,
-                       double alpha_us, bool mesh) {
+Topology make_topology(u32 servers, u32 gpus_per_server, double scale_up_gbps,
+                       double scale_out_gbps, double alpha_us, bool mesh) {
     Topology t;
     t.servers = servers;
     t.gpus_per_server = gpus_per_server;
@@ -97,14 +99,16 @@ NB_MODULE(_core, m) {
         return result;
     });
     m.def("flag_slots", [](u32 servers, u32 gpus_per_server, u32 chunk_slots) {
-        return FlagLayout{servers * gpus_per_server, servers, gpus_per_server, chunk_slots}.num_slots();
+        return FlagLayout{servers * gpus_per_server, servers, gpus_per_server, chunk_slots}
+            .num_slots();
     });
 
     nb::class_<Topology>(m, "Topology")
-        .def("__init__",
-             [](Topology* t, u32 servers, u32 gpus, double up, double out, double alpha, bool mesh) {
-                 new (t) Topology(make_topology(servers, gpus, up, out, alpha, mesh));
-             })
+        .def(
+            "__init__",
+            [](Topology* t, u32 servers, u32 gpus, double up, double out, double alpha, bool mesh) {
+                new (t) Topology(make_topology(servers, gpus, up, out, alpha, mesh));
+            })
         .def_ro("scale_up_cost", &Topology::scale_up_cost)
         .def_ro("scale_out_cost", &Topology::scale_out_cost)
         .def_ro("alpha_ps", &Topology::alpha_ps);
@@ -112,11 +116,14 @@ NB_MODULE(_core, m) {
     nb::class_<Plan>(m, "Plan")
         .def("table_bytes",
              [](const Plan& p, u32 rank) {
-                 if (rank >= p.traffic.num_ranks) throw std::out_of_range("rank is not in the plan");
+                 if (rank >= p.traffic.num_ranks)
+                     throw std::out_of_range("rank is not in the plan");
                  return to_array(lower(p, rank));
              })
         .def("puts", &Plan::puts)
-        .def("validate", [](const Plan& p) { return validate(p); }, nb::call_guard<nb::gil_scoped_release>())
+        .def(
+            "validate", [](const Plan& p) { return validate(p); },
+            nb::call_guard<nb::gil_scoped_release>())
         .def("validate_tables",
              [](const Plan& p, const std::vector<nb::bytes>& tables) {
                  std::vector<std::vector<u8>> blocks;
@@ -130,14 +137,15 @@ NB_MODULE(_core, m) {
              [](const Plan& p) {
                  nb::list puts;
                  for (const Put& x : p.order)
-                     puts.append(nb::make_tuple(x.sender, x.receiver, x.row_end - x.row_begin, x.ticks_begin,
-                                                x.ticks_end));
+                     puts.append(nb::make_tuple(x.sender, x.receiver, x.row_end - x.row_begin,
+                                                x.ticks_begin, x.ticks_end));
                  return puts;
              })
         .def("rail_rows",
              [](const Plan& p, u32 a, u32 b) {
                  std::vector<u64> rows;
-                 for (u32 l = 0; l < p.traffic.gpus_per_server; ++l) rows.push_back(p.traffic.rail_rows(a, b, l));
+                 for (u32 l = 0; l < p.traffic.gpus_per_server; ++l)
+                     rows.push_back(p.traffic.rail_rows(a, b, l));
                  return rows;
              })
         .def("balance",
@@ -163,8 +171,8 @@ NB_MODULE(_core, m) {
         .def_ro("why", &Plan::why)
         .def_prop_ro("num_ranks", [](const Plan& p) { return p.traffic.num_ranks; });
 
-    m.def("plan", [](Matrix traffic, const Topology& topology, u64 row_bytes, u32 policy, u64 chunk_bytes,
-                     u32 chunk_slots, u32 credit_lead) {
+    m.def("plan", [](Matrix traffic, const Topology& topology, u64 row_bytes, u32 policy,
+                     u64 chunk_bytes, u32 chunk_slots, u32 credit_lead) {
         const u32 r = topology.num_ranks();
         if (traffic.shape(0) != r || traffic.shape(1) != r)
             throw std::invalid_argument("traffic must have shape [" + std::to_string(r) + ", " +

@@ -15,7 +15,8 @@ void balance_tile(const Traffic& traffic, u32 a, u32 b, TilePieces* out) {
     room.resize(m);
     moved.clear();
     for (u32 i = 0; i < m; ++i) {
-        const u64* row = &traffic.rows[static_cast<std::size_t>(a * m + i) * traffic.num_ranks + b * m];
+        const u64* row =
+            &traffic.rows[static_cast<std::size_t>(a * m + i) * traffic.num_ranks + b * m];
         for (u32 d = 0; d < m; ++d) own[i] += left[i * m + d] = row[d];
     }
     for (u32 l = 0; l < m; ++l) {

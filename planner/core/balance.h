@@ -17,18 +17,19 @@ struct Piece {
     u64 num_rows;
 };
 
-// Pieces of a tile, ordered by rail and then by stream_row; rail l owns [rail_begin[l], rail_begin[l+1]).
+// Pieces of a tile, ordered by rail and then by stream_row; rail l owns [rail_begin[l],
+// rail_begin[l+1]).
 struct TilePieces {
     std::vector<Piece> pieces;
     std::vector<u32> rail_begin;
 };
 
-// Every rail carries floor or ceil of W / M rows. A row stays on its owner's rail when there is room (no
-// copy before the put), else it takes its destination's rail (no copy after it), else any rail with room.
-// Own rows come first in each stream, so that the first put waits for no balancing.
+// Every rail carries floor or ceil of W / M rows. A row stays on its owner's rail when there is
+// room (no copy before the put), else it takes its destination's rail (no copy after it), else any
+// rail with room. Own rows come first in each stream, so that the first put waits for no balancing.
 //
-// Example, M = 2, tile [[4, 4], [2, 2]] (sources send 8 and 4): each rail carries 6. Source 0 keeps 6 and
-// gives 2 rows for destination 1 to rail 1, where they need no further copy at the other end.
+// Example, M = 2, tile [[4, 4], [2, 2]] (sources send 8 and 4): each rail carries 6. Source 0 keeps
+// 6 and gives 2 rows for destination 1 to rail 1, where they need no further copy at the other end.
 void balance_tile(const Traffic& traffic, u32 a, u32 b, TilePieces* out);
 
 }  // namespace fastkern

@@ -18,7 +18,8 @@ class TableBuilder {
     Stream& add_stream(u64 num_rows, u64 chunk_rows, u32 peer, u32 slot);
     void add_segment(u64 stream_row, u64 row, u64 num_rows, u32 peer = 0, u32 slot = 0);
     void add_link(u32 rank, u32 slot, u32 gate_slot);
-    // The sender after `stream` gets its credit when that stream is nearly done, `credit_lead` chunks early.
+    // The sender after `stream` gets its credit when that stream is nearly done, `credit_lead`
+    // chunks early.
     void add_credit(u32 stream, u32 next_sender, u32 value);
     u32 last_stream() const { return static_cast<u32>(streams_.size()) - 1; }
     void end_stage();  // a stage without streams is dropped
@@ -36,8 +37,8 @@ class TableBuilder {
     u64 output_row_of(u32 dst_local, u32 src) const {
         return output_row[static_cast<std::size_t>(dst_local) * traffic.num_ranks + src];
     }
-    // Chunk size for streams of up to `num_rows` rows cut into `parts` puts: about chunk_bytes, larger
-    // where the chunk flags of a pair would not suffice.
+    // Chunk size for streams of up to `num_rows` rows cut into `parts` puts: about chunk_bytes,
+    // larger where the chunk flags of a pair would not suffice.
     u64 chunk_rows(u64 num_rows, u64 parts) const;
     // Ticks of a put at a scale that keeps them small.
     u64 scaled(u64 rows, u64 total, u64 least) const;

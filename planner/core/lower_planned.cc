@@ -15,8 +15,8 @@ struct ServerPut {
     u32 first_chunk;  // chunks of earlier puts of the same pair
     u32 occurrence;   // puts of the pair on our rail so far, this one included; 0: none here
     u64 chunk_rows;
-    u64 remote_row;   // out: first row in the peer's receive staging on this rail; in: in our own
-    std::size_t rail; // first of M entries in the arrays below
+    u64 remote_row;    // out: first row in the peer's receive staging on this rail; in: in our own
+    std::size_t rail;  // first of M entries in the arrays below
 };
 
 struct ServerPuts {
@@ -68,7 +68,8 @@ void collect(const TableBuilder& t, bool out, ServerPuts* result) {
     }
 }
 
-// Calls emit(piece, stream_row, offset, num_rows) for the parts of rail `rail`'s pieces inside the put.
+// Calls emit(piece, stream_row, offset, num_rows) for the parts of rail `rail`'s pieces inside the
+// put.
 template <class Emit>
 void for_each_part(const TilePieces& tile, u32 rail, u64 begin, u64 rows, const Emit& emit) {
     for (u32 k = tile.rail_begin[rail]; k < tile.rail_begin[rail + 1]; ++k) {
@@ -86,21 +87,22 @@ void lower_pack(TableBuilder* t, const ServerPuts& out, const std::vector<TilePi
             const u32 rail = (t->local + k) % t->num_local;
             const u32 proxy = t->server * t->num_local + rail;
             Stream* stream = nullptr;
-            for_each_part(tiles[s.other], rail, out.part_begin[s.rail + rail], out.part_rows[s.rail + rail],
-                          [&](const Piece& p, u64 stream_row, u64 offset, u64 num_rows) {
-                              if (p.src_local != t->local) return;
-                              if (!stream) {
-                                  stream = &t->add_stream(out.part_rows[s.rail + rail], s.chunk_rows, proxy,
-                                                          t->flags.pack(t->local, s.other) + s.first_chunk);
-                                  stream->target_row = out.staging_row[s.rail + rail];
-                                  if (proxy != t->rank) {
-                                      stream->gate_slot = t->flags.ready(proxy);
-                                      stream->gate_value = 1;
-                                  }
-                              }
-                              const u32 dst = s.other * t->num_local + p.dst_local;
-                              t->add_segment(stream_row, t->input_row[dst] + p.pair_row + offset, num_rows);
-                          });
+            for_each_part(
+                tiles[s.other], rail, out.part_begin[s.rail + rail], out.part_rows[s.rail + rail],
+                [&](const Piece& p, u64 stream_row, u64 offset, u64 num_rows) {
+                    if (p.src_local != t->local) return;
+                    if (!stream) {
+                        stream = &t->add_stream(out.part_rows[s.rail + rail], s.chunk_rows, proxy,
+                                                t->flags.pack(t->local, s.other) + s.first_chunk);
+                        stream->target_row = out.staging_row[s.rail + rail];
+                        if (proxy != t->rank) {
+                            stream->gate_slot = t->flags.ready(proxy);
+                            stream->gate_value = 1;
+                        }
+                    }
+                    const u32 dst = s.other * t->num_local + p.dst_local;
+                    t->add_segment(stream_row, t->input_row[dst] + p.pair_row + offset, num_rows);
+                });
         }
         t->end_stage();
     }
@@ -112,7 +114,8 @@ void lower_put(TableBuilder* t, const ServerPuts& out, const std::vector<TilePie
         if (!rows) continue;
         const u32 peer = s.other * t->num_local + t->local;
         t->begin_stage(kPut, s.put->ticks_begin, s.put->ticks_end, s.num_chunks);
-        Stream& stream = t->add_stream(rows, s.chunk_rows, peer, t->flags.arrive(t->rank) + s.first_chunk);
+        Stream& stream =
+            t->add_stream(rows, s.chunk_rows, peer, t->flags.arrive(t->rank) + s.first_chunk);
         stream.source_row = out.staging_row[s.rail + t->local];
         stream.target_row = s.remote_row;
         stream.gate_slot = t->flags.credit(peer);
@@ -145,14 +148,16 @@ void lower_receive(TableBuilder* t, const ServerPuts& in, const std::vector<Tile
         const u64 rows = in.part_rows[s.rail + t->local];
         if (!rows) continue;
         const u32 peer = s.other * t->num_local + t->local;
-        // The one sender of this moment: posted at kernel start, or when the previous one is nearly done.
+        // The one sender of this moment: posted at kernel start, or when the previous one is nearly
+        // done.
         if (previous == kNoSlot) {
             t->add_post(peer, t->flags.credit(t->rank), s.occurrence);
         } else {
             t->add_credit(previous, peer, s.occurrence);
         }
         t->begin_stage(kReceive, s.put->ticks_begin, s.put->ticks_end, s.num_chunks);
-        Stream& stream = t->add_stream(rows, s.chunk_rows, peer, t->flags.arrive(peer) + s.first_chunk);
+        Stream& stream =
+            t->add_stream(rows, s.chunk_rows, peer, t->flags.arrive(peer) + s.first_chunk);
         stream.source_row = s.remote_row;
         previous = t->last_stream();
         std::fill(touched.begin(), touched.end(), u8{0});
@@ -160,14 +165,16 @@ void lower_receive(TableBuilder* t, const ServerPuts& in, const std::vector<Tile
                       [&](const Piece& p, u64 stream_row, u64 offset, u64 num_rows) {
                           const u32 src = s.other * t->num_local + p.src_local;
                           touched[p.dst_local] = 1;
-                          t->add_segment(stream_row, t->output_row_of(p.dst_local, src) + p.pair_row + offset,
+                          t->add_segment(stream_row,
+                                         t->output_row_of(p.dst_local, src) + p.pair_row + offset,
                                          num_rows, t->server * t->num_local + p.dst_local);
                       });
         for (u32 k = 1; k < t->num_local; ++k) {
             const u32 d = (t->local + k) % t->num_local;
             const u32 dst = t->server * t->num_local + d;
             if (touched[d])
-                t->add_link(dst, t->flags.land(t->local, s.other) + s.first_chunk, t->flags.ready(dst));
+                t->add_link(dst, t->flags.land(t->local, s.other) + s.first_chunk,
+                            t->flags.ready(dst));
         }
         t->end_stage();
     }
@@ -179,19 +186,20 @@ void lower_land(TableBuilder* t, const ServerPuts& in, const std::vector<TilePie
         for (u32 k = 1; k < t->num_local; ++k) {
             const u32 rail = (t->local + t->num_local - k) % t->num_local;
             bool open = false;
-            for_each_part(tiles[s.other], rail, in.part_begin[s.rail + rail], in.part_rows[s.rail + rail],
-                          [&](const Piece& p, u64 stream_row, u64 offset, u64 num_rows) {
-                              if (p.dst_local != t->local) return;
-                              if (!open) {
-                                  t->add_stream(in.part_rows[s.rail + rail], s.chunk_rows,
-                                                t->server * t->num_local + rail,
-                                                t->flags.land(rail, s.other) + s.first_chunk);
-                                  open = true;
-                              }
-                              const u32 src = s.other * t->num_local + p.src_local;
-                              t->add_segment(stream_row, t->output_row_of(t->local, src) + p.pair_row + offset,
-                                             num_rows);
-                          });
+            for_each_part(
+                tiles[s.other], rail, in.part_begin[s.rail + rail], in.part_rows[s.rail + rail],
+                [&](const Piece& p, u64 stream_row, u64 offset, u64 num_rows) {
+                    if (p.dst_local != t->local) return;
+                    if (!open) {
+                        t->add_stream(in.part_rows[s.rail + rail], s.chunk_rows,
+                                      t->server * t->num_local + rail,
+                                      t->flags.land(rail, s.other) + s.first_chunk);
+                        open = true;
+                    }
+                    const u32 src = s.other * t->num_local + p.src_local;
+                    t->add_segment(stream_row,
+                                   t->output_row_of(t->local, src) + p.pair_row + offset, num_rows);
+                });
         }
         t->end_stage();
     }

@@ -1,5 +1,6 @@
-// Lowering of direct and spreadout: unbalanced puts straight to the true destination, rank r to r + k at
-// shift k. Direct gates each put by the receiver's ready flag alone; spreadout gives one credit at a time.
+// Lowering of direct and spreadout: unbalanced puts straight to the true destination, rank r to r +
+// k at shift k. Direct gates each put by the receiver's ready flag alone; spreadout gives one
+// credit at a time.
 #include <algorithm>
 
 #include "planner/core/lower.h"

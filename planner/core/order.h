@@ -1,4 +1,5 @@
-// The order of puts between servers: a sequence of (sender, receiver, part of the tile) with plan times.
+// The order of puts between servers: a sequence of (sender, receiver, part of the tile) with plan
+// times.
 #pragma once
 
 #include <vector>
@@ -7,8 +8,8 @@
 
 namespace fastkern {
 
-// One put, done on every rail at once. Rows [row_begin, row_end) of the tile's W rows; rail l of the tile,
-// with c_l rows, carries its rows [row_begin * c_l / W, row_end * c_l / W).
+// One put, done on every rail at once. Rows [row_begin, row_end) of the tile's W rows; rail l of
+// the tile, with c_l rows, carries its rows [row_begin * c_l / W, row_end * c_l / W).
 struct Put {
     u32 sender;
     u32 receiver;
@@ -18,8 +19,9 @@ struct Put {
     u64 ticks_end;
 };
 
-// Server matrix [N][N] of rows with the cost of a put: `ticks(w)` is what w rows take, alpha included.
-// Ticks stay below 2^56 whatever the rows, and w rows take at least as many ticks as they have chunks.
+// Server matrix [N][N] of rows with the cost of a put: `ticks(w)` is what w rows take, alpha
+// included. Ticks stay below 2^56 whatever the rows, and w rows take at least as many ticks as they
+// have chunks.
 struct OrderProblem {
     u32 servers = 0;
     const u64* matrix = nullptr;
@@ -45,12 +47,12 @@ std::vector<Put> order_by_assignment(const OrderProblem& problem);
 // max(rows left to send, rows left to receive), ties by size, then by index.
 std::vector<Put> order_by_list(const OrderProblem& problem);
 
-// Split tiles (Birkhoff): stages whose widths sum to exactly L, the largest row or column sum. Throws
-// std::invalid_argument when a pair would be cut into more than `most_parts` puts.
+// Split tiles (Birkhoff): stages whose widths sum to exactly L, the largest row or column sum.
+// Throws std::invalid_argument when a pair would be cut into more than `most_parts` puts.
 std::vector<Put> order_split(const OrderProblem& problem, u32 most_parts);
 
-// Sets the plan times: a put starts when both its sender and its receiver have ended their previous one.
-// Sorts by start; returns the completion in ticks.
+// Sets the plan times: a put starts when both its sender and its receiver have ended their previous
+// one. Sorts by start; returns the completion in ticks.
 u64 replay(const OrderProblem& problem, std::vector<Put>* puts);
 
 }  // namespace fastkern

@@ -8,15 +8,16 @@
 
 namespace fastkern {
 
-// Rows and columns lighter than L keep their missing rows as slack instead of filling the matrix first,
-// which would force about N^2 stages. A pair can host min(real + slack, ...) units of a stage:
-// E[i][j] = S[i][j] + min(slack_i, slack_j). Since real and slack sum to L in every row and column, E > 0
-// always holds a perfect matching. Each stage takes the largest width that one exists for, and among the
-// matchings of that width the one that moves most real rows.
+// Rows and columns lighter than L keep their missing rows as slack instead of filling the matrix
+// first, which would force about N^2 stages. A pair can host min(real + slack, ...) units of a
+// stage: E[i][j] = S[i][j] + min(slack_i, slack_j). Since real and slack sum to L in every row and
+// column, E > 0 always holds a perfect matching. Each stage takes the largest width that one exists
+// for, and among the matchings of that width the one that moves most real rows.
 std::vector<Put> order_split(const OrderProblem& problem, u32 most_parts) {
     const u32 n = problem.servers;
     const std::size_t size = static_cast<std::size_t>(n) * n;
-    std::vector<u64> left(problem.matrix, problem.matrix + size), row_slack(n, 0), column_slack(n, 0);
+    std::vector<u64> left(problem.matrix, problem.matrix + size), row_slack(n, 0),
+        column_slack(n, 0);
     u64 width_left = 0;
     for (u32 a = 0; a < n; ++a)
         for (u32 b = 0; b < n; ++b) {
@@ -51,8 +52,10 @@ std::vector<Put> order_split(const OrderProblem& problem, u32 most_parts) {
         }
         const u64 width = widths[low];
         for (std::size_t k = 0; k < size; ++k)
-            value[k] = open[k] < width ? -(i64{1} << 50)
-                                       : static_cast<i64>(mul_div(std::min(left[k], width), u64{1} << 30, width));
+            value[k] =
+                open[k] < width
+                    ? -(i64{1} << 50)
+                    : static_cast<i64>(mul_div(std::min(left[k], width), u64{1} << 30, width));
         max_assignment(n, value, &column_of);
         for (u32 a = 0; a < n; ++a) {
             const u32 b = column_of[a];
@@ -69,10 +72,10 @@ std::vector<Put> order_split(const OrderProblem& problem, u32 most_parts) {
                 continue;
             }
             if (++parts[k] > most_parts)
-                throw std::invalid_argument(
-                    "policy split: tile " + std::to_string(a) + " -> " + std::to_string(b) +
-                    " would be cut into more than " + std::to_string(most_parts) +
-                    " puts; raise chunk_slots or use policy whole");
+                throw std::invalid_argument("policy split: tile " + std::to_string(a) + " -> " +
+                                            std::to_string(b) + " would be cut into more than " +
+                                            std::to_string(most_parts) +
+                                            " puts; raise chunk_slots or use policy whole");
             puts.push_back({a, b, row, row + real, now, 0});
             last_of_sender[a] = last_of_receiver[b] = puts.size();
         }

@@ -19,8 +19,8 @@ OrderProblem make_order_problem(u32 servers, u32 gpus_per_server, const std::vec
     if (p.shift) p.least_ticks = chunk_slots;
     // alpha as tile rows: a tile of w rows takes w / M rows of time on its rails.
     const u64 row_ps_per_1024 = std::max<u64>(1, row_bytes * topology.scale_out_cost);
-    const unsigned __int128 alpha =
-        static_cast<unsigned __int128>(topology.alpha_ps) * 1024 * gpus_per_server / row_ps_per_1024;
+    const unsigned __int128 alpha = static_cast<unsigned __int128>(topology.alpha_ps) * 1024 *
+                                    gpus_per_server / row_ps_per_1024;
     p.alpha_ticks = static_cast<u64>(std::min<unsigned __int128>(alpha, u64{1} << 36)) >> p.shift;
     return p;
 }
@@ -41,7 +41,8 @@ u64 replay(const OrderProblem& problem, std::vector<Put>* puts) {
 
 std::vector<Put> order_by_list(const OrderProblem& problem) {
     const u32 n = problem.servers;
-    std::vector<u64> row_left(n, 0), column_left(n, 0), left(problem.matrix, problem.matrix + n * n);
+    std::vector<u64> row_left(n, 0), column_left(n, 0),
+        left(problem.matrix, problem.matrix + n * n);
     std::vector<u32> sender_todo(n, 0);
     std::size_t todo = 0;
     for (u32 a = 0; a < n; ++a)
@@ -63,8 +64,9 @@ std::vector<Put> order_by_list(const OrderProblem& problem) {
         u64 until;
         u32 sender, receiver;
         bool operator>(const Busy& o) const {
-            return until != o.until ? until > o.until
-                                    : sender != o.sender ? sender > o.sender : receiver > o.receiver;
+            return until != o.until     ? until > o.until
+                   : sender != o.sender ? sender > o.sender
+                                        : receiver > o.receiver;
         }
     };
     std::priority_queue<Busy, std::vector<Busy>, std::greater<Busy>> busy;
@@ -106,10 +108,12 @@ std::vector<Put> order_by_list(const OrderProblem& problem) {
             const Busy done = busy.top();
             busy.pop();
             if (sender_todo[done.sender])
-                senders.insert(std::lower_bound(senders.begin(), senders.end(), done.sender), done.sender);
+                senders.insert(std::lower_bound(senders.begin(), senders.end(), done.sender),
+                               done.sender);
             if (column_left[done.receiver])
-                receivers.insert(std::lower_bound(receivers.begin(), receivers.end(), done.receiver),
-                                 done.receiver);
+                receivers.insert(
+                    std::lower_bound(receivers.begin(), receivers.end(), done.receiver),
+                    done.receiver);
         }
     }
     return puts;

@@ -25,10 +25,10 @@ struct Hash {  // FNV-1a, a word at a time
 u64 hash_inputs(const Plan& p) {
     Hash h;
     const Topology& t = p.topology;
-    for (const u64 word : {u64{kTableVersion}, u64{t.servers}, u64{t.gpus_per_server}, t.scale_up_cost,
-                           t.scale_out_cost, t.alpha_ps, u64{t.mesh}, p.options.chunk_bytes,
-                           u64{p.options.chunk_slots}, u64{p.options.credit_lead}, p.row_bytes,
-                           u64{p.policy}})
+    for (const u64 word :
+         {u64{kTableVersion}, u64{t.servers}, u64{t.gpus_per_server}, t.scale_up_cost,
+          t.scale_out_cost, t.alpha_ps, u64{t.mesh}, p.options.chunk_bytes,
+          u64{p.options.chunk_slots}, u64{p.options.credit_lead}, p.row_bytes, u64{p.policy}})
         h.add(word);
     for (const u64 rows : p.traffic.rows) h.add(rows);
     return h.value;
@@ -69,8 +69,8 @@ std::vector<u64> shift_stage_rows(const Traffic& t) {
     return most;
 }
 
-// Up to this many servers `auto` looks at split tiles, and only where whole tiles leave something to
-// gain: the decomposition costs more than it saves elsewhere.
+// Up to this many servers `auto` looks at split tiles, and only where whole tiles leave something
+// to gain: the decomposition costs more than it saves elsewhere.
 constexpr u32 kMostServersForSplit = 8;
 // `auto` sends directly when the heaviest rank's puts together take no more than this many alphas.
 constexpr u64 kDirectAlphas = 4;
@@ -88,12 +88,14 @@ void choose_order(Plan* plan, PolicyChoice choice) {
                                                     plan->topology, plan->options.chunk_slots);
     if (automatic && n > 1) {
         const DirectLoad load = direct_load(t);
-        const u64 direct_ps = transfer_ps(load.most_rank * plan->row_bytes, plan->topology.scale_out_cost);
+        const u64 direct_ps =
+            transfer_ps(load.most_rank * plan->row_bytes, plan->topology.scale_out_cost);
         if (direct_ps <= kDirectAlphas * plan->topology.alpha_ps) {
             plan->policy = kDirect;
             plan->stage_rows = shift_stage_rows(t);
-            plan->why.push_back("direct: the heaviest rank's puts take " + std::to_string(direct_ps / 1000) +
-                                " ns, within " + std::to_string(kDirectAlphas) + " alphas");
+            plan->why.push_back("direct: the heaviest rank's puts take " +
+                                std::to_string(direct_ps / 1000) + " ns, within " +
+                                std::to_string(kDirectAlphas) + " alphas");
             return;
         }
     }
@@ -197,7 +199,8 @@ std::vector<std::pair<u32, u64>> Plan::puts(u32 rank) const {
     if (shifted()) {
         for (u32 k = 1; k < r; ++k) {
             const u32 d = (rank + k) % r;
-            if (!topology.same_server(rank, d) && traffic.at(rank, d)) result.push_back({d, traffic.at(rank, d)});
+            if (!topology.same_server(rank, d) && traffic.at(rank, d))
+                result.push_back({d, traffic.at(rank, d)});
         }
         return result;
     }
@@ -229,7 +232,8 @@ ScaleUpLoad Plan::scale_up_load() const {
     const Traffic& t = traffic;
     const u32 m = t.gpus_per_server;
     ScaleUpLoad load;
-    std::vector<u64> link(static_cast<std::size_t>(t.num_ranks) * m, 0);  // [rank][local destination]
+    std::vector<u64> link(static_cast<std::size_t>(t.num_ranks) * m,
+                          0);  // [rank][local destination]
     for (u32 r = 0; r < t.num_ranks; ++r)
         for (u32 j = 0; j < m; ++j)
             if (r % m != j) link[static_cast<std::size_t>(r) * m + j] = t.at(r, r / m * m + j);
@@ -240,8 +244,10 @@ ScaleUpLoad Plan::scale_up_load() const {
                 if (!t.tile(a, b)) continue;
                 balance_tile(t, a, b, &tile);
                 for (const Piece& p : tile.pieces) {
-                    const std::size_t packed = static_cast<std::size_t>(a * m + p.src_local) * m + p.rail;
-                    const std::size_t passed_on = static_cast<std::size_t>(b * m + p.rail) * m + p.dst_local;
+                    const std::size_t packed =
+                        static_cast<std::size_t>(a * m + p.src_local) * m + p.rail;
+                    const std::size_t passed_on =
+                        static_cast<std::size_t>(b * m + p.rail) * m + p.dst_local;
                     if (p.src_local != p.rail) link[packed] += p.num_rows;
                     if (p.dst_local != p.rail) link[passed_on] += p.num_rows;
                 }

@@ -28,9 +28,9 @@ struct Plan {
     u64 row_bytes = 0;
     u32 policy = kWhole;
     u64 hash = 0;
-    std::vector<Put> order;         // whole, split: puts between servers by start
-    std::vector<u64> stage_rows;    // direct, spreadout: [R] most rows of shift k over scale-out
-    std::vector<std::string> why;   // how the policy was chosen, a line each
+    std::vector<Put> order;        // whole, split: puts between servers by start
+    std::vector<u64> stage_rows;   // direct, spreadout: [R] most rows of shift k over scale-out
+    std::vector<std::string> why;  // how the policy was chosen, a line each
 
     bool shifted() const { return policy == kDirect || policy == kSpreadout; }
 
@@ -46,7 +46,8 @@ struct Plan {
     u64 completion_rows() const;
     u32 max_puts_per_rank() const;
     std::vector<std::pair<u32, u64>> puts(u32 rank) const;  // (peer, rows) in order
-    ScaleUpLoad scale_up_load() const;  // of the planned policies; direct and spreadout: local part only
+    ScaleUpLoad scale_up_load()
+        const;  // of the planned policies; direct and spreadout: local part only
 };
 
 // Throws std::invalid_argument when the input cannot be planned; see make_traffic and order_split.
@@ -56,13 +57,14 @@ Plan make_plan(const i64* matrix, const Topology& topology, u64 row_bytes, Polic
 // This rank's stage table.
 std::vector<u8> lower(const Plan& plan, u32 rank);
 
-// Lowers every rank and checks: each row delivered once to the right place; one sender per receiver at a
-// time; every wait has a producer; plan times strictly increase along every dependency; every range inside
-// its buffer. Returns the faults found (empty: none), at most `most`.
+// Lowers every rank and checks: each row delivered once to the right place; one sender per receiver
+// at a time; every wait has a producer; plan times strictly increase along every dependency; every
+// range inside its buffer. Returns the faults found (empty: none), at most `most`.
 std::vector<std::string> validate(const Plan& plan, std::size_t most = 16);
 
 // The same on given tables, one per rank (any origin).
-std::vector<std::string> validate_tables(const Plan& plan, const std::vector<std::vector<u8>>& tables,
+std::vector<std::string> validate_tables(const Plan& plan,
+                                         const std::vector<std::vector<u8>>& tables,
                                          std::size_t most = 16);
 
 }  // namespace fastkern

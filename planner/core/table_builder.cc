@@ -37,7 +37,8 @@ TableBuilder::TableBuilder(const Plan& plan_, u32 rank_)
 }
 
 void TableBuilder::begin_stage(QueueKind queue, u64 ticks_begin, u64 ticks_end, u32 num_chunks) {
-    if (queues_[queue].num_stages == 0) queues_[queue].first_stage = static_cast<u32>(stages_.size());
+    if (queues_[queue].num_stages == 0)
+        queues_[queue].first_stage = static_cast<u32>(stages_.size());
     queue_ = queue;
     stages_.push_back({ticks_begin, ticks_end, queues_[queue].num_items, num_chunks,
                        static_cast<u32>(streams_.size()), 0, 0});
@@ -73,7 +74,8 @@ void TableBuilder::add_credit(u32 stream, u32 next_sender, u32 value) {
     s.credit_slot = flags.credit(rank);
     s.credit_value = value;
     const u64 chunks = ceil_div(s.num_rows, s.chunk_rows);
-    s.credit_chunk = static_cast<u32>(chunks - 1 - std::min<u64>(plan.options.credit_lead, chunks - 1));
+    s.credit_chunk =
+        static_cast<u32>(chunks - 1 - std::min<u64>(plan.options.credit_lead, chunks - 1));
 }
 
 void TableBuilder::end_stage() {
@@ -92,8 +94,8 @@ void TableBuilder::add_post(u32 post_rank, u32 slot, u32 value) {
 
 u64 TableBuilder::chunk_rows(u64 num_rows, u64 parts) const {
     const u64 rows = std::max<u64>(1, ceil_div(plan.options.chunk_bytes, plan.row_bytes));
-    // The longest rail of each part may have one row more than its share, and each part's last chunk
-    // may be short: at most (num_rows + parts) / rows + parts chunks.
+    // The longest rail of each part may have one row more than its share, and each part's last
+    // chunk may be short: at most (num_rows + parts) / rows + parts chunks.
     const u64 least = ceil_div(num_rows + parts, plan.options.chunk_slots - parts);
     return std::max(rows, least);
 }
@@ -109,7 +111,8 @@ std::vector<u8> TableBuilder::finish(u64 send_rows, u64 receive_rows) {
     h.plan_hash = plan.hash;
     h.row_bytes = plan.row_bytes;
     h.input_rows = input_row.back() + traffic.at(rank, traffic.num_ranks - 1);
-    h.output_rows = output_row_of(local, traffic.num_ranks - 1) + traffic.at(traffic.num_ranks - 1, rank);
+    h.output_rows =
+        output_row_of(local, traffic.num_ranks - 1) + traffic.at(traffic.num_ranks - 1, rank);
     h.send_rows = send_rows;
     h.receive_rows = receive_rows;
     h.window_rows = num_local > 1 ? traffic.max_output_rows : 0;
@@ -155,7 +158,8 @@ static LocalStage local_stage(const TableBuilder& t) {
     u64 longest = 0;
     for (u32 i = 0; i < t.num_local; ++i)
         for (u32 j = 0; j < t.num_local; ++j)
-            longest = std::max(longest, t.traffic.at(t.server * t.num_local + i, t.server * t.num_local + j));
+            longest = std::max(
+                longest, t.traffic.at(t.server * t.num_local + i, t.server * t.num_local + j));
     LocalStage s;
     if (!longest) return s;
     s.chunk_rows = t.chunk_rows(longest, 1);
@@ -202,7 +206,8 @@ void lower_take(TableBuilder* t) {
 
 void post_ready_to_local_peers(TableBuilder* t) {
     for (u32 k = 1; k < t->num_local; ++k)
-        t->add_post(t->server * t->num_local + (t->local + k) % t->num_local, t->flags.ready(t->rank), 1);
+        t->add_post(t->server * t->num_local + (t->local + k) % t->num_local,
+                    t->flags.ready(t->rank), 1);
 }
 
 std::vector<u8> lower(const Plan& plan, u32 rank) {

@@ -27,7 +27,7 @@ struct Topology {
 struct Options {
     u64 chunk_bytes = 128 * 1024;  // a put is cut into chunks of about this size
     u32 chunk_slots = 64;          // chunk flags per pair of ranks: chunks grow to fit
-    u32 credit_lead = 1;           // chunks before the last one at which the next sender gets its credit
+    u32 credit_lead = 1;  // chunks before the last one at which the next sender gets its credit
 };
 
 // Picoseconds for `bytes` at a quantised cost, saturating at 2^63 - 1.

@@ -44,7 +44,8 @@ Traffic make_traffic(const i64* matrix, const Topology& topology, u64 row_bytes)
         any |= t.rows[k];
     }
     if (any > kMost) {  // the sign bit of some entry is set
-        const std::size_t k = std::find_if(matrix, matrix + r * r, [](i64 v) { return v < 0; }) - matrix;
+        const std::size_t k =
+            std::find_if(matrix, matrix + r * r, [](i64 v) { return v < 0; }) - matrix;
         refuse("traffic[" + std::to_string(k / r) + "][" + std::to_string(k % r) + "] is " +
                std::to_string(matrix[k]) + ": rows must not be negative");
     }
@@ -66,7 +67,8 @@ Traffic make_traffic(const i64* matrix, const Topology& topology, u64 row_bytes)
             }
             check_sum(out, row_bytes, "row", static_cast<u32>(s));
         }
-        for (std::size_t d = 0; d < r; ++d) check_sum(in[d], row_bytes, "column", static_cast<u32>(d));
+        for (std::size_t d = 0; d < r; ++d)
+            check_sum(in[d], row_bytes, "column", static_cast<u32>(d));
         if (total > kMost || total * row_bytes > kMost)
             refuse("traffic: the sum of all entries passes 2^63 - 1 " +
                    std::string(total > kMost ? "rows" : "bytes"));

@@ -31,8 +31,8 @@ struct Traffic {
     }
 };
 
-// Throws std::invalid_argument naming the entry, row or column when an entry is negative, a sum passes
-// 2^63 - 1, or rows * row_bytes does.
+// Throws std::invalid_argument naming the entry, row or column when an entry is negative, a sum
+// passes 2^63 - 1, or rows * row_bytes does.
 Traffic make_traffic(const i64* matrix, const Topology& topology, u64 row_bytes);
 
 }  // namespace fastkern

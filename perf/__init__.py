@@ -1,0 +1,1 @@
+"""Benchmarks: `python -m perf` runs all, `python -m perf.NAME` one."""
