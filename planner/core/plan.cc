@@ -34,14 +34,10 @@ u64 hash_inputs(const Plan& p) {
     return h.value;
 }
 
-// Most rows that a rank sends or receives over scale-out without balancing, and of a single pair.
-struct DirectLoad {
-    u64 most_rank = 0;
-    u64 most_pair = 0;
-};
+// Most rows that a rank sends or receives over scale-out without balancing.
 
-DirectLoad direct_load(const Traffic& t) {
-    DirectLoad load;
+u64 direct_load(const Traffic& t) {
+    u64 most = 0;
     std::vector<u64> in(t.num_ranks, 0);
     for (u32 s = 0; s < t.num_ranks; ++s) {
         u64 out = 0;
@@ -50,12 +46,11 @@ DirectLoad direct_load(const Traffic& t) {
             const u64 rows = t.at(s, d);
             out += rows;
             in[d] += rows;
-            load.most_pair = std::max(load.most_pair, rows);
         }
-        load.most_rank = std::max(load.most_rank, out);
+        most = std::max(most, out);
     }
-    for (const u64 rows : in) load.most_rank = std::max(load.most_rank, rows);
-    return load;
+    for (const u64 rows : in) most = std::max(most, rows);
+    return most;
 }
 
 std::vector<u64> shift_stage_rows(const Traffic& t) {
@@ -86,19 +81,6 @@ void choose_order(Plan* plan, PolicyChoice choice) {
     }
     const OrderProblem problem = make_order_problem(n, t.gpus_per_server, t.tiles, plan->row_bytes,
                                                     plan->topology, plan->options.chunk_slots);
-    if (automatic && n > 1) {
-        const DirectLoad load = direct_load(t);
-        const u64 direct_ps =
-            transfer_ps(load.most_rank * plan->row_bytes, plan->topology.scale_out_cost);
-        if (direct_ps <= kDirectAlphas * plan->topology.alpha_ps) {
-            plan->policy = kDirect;
-            plan->stage_rows = shift_stage_rows(t);
-            plan->why.push_back("direct: the heaviest rank's puts take " +
-                                std::to_string(direct_ps / 1000) + " ns, within " +
-                                std::to_string(kDirectAlphas) + " alphas");
-            return;
-        }
-    }
     u64 longest = 0;  // L in ticks with alpha for one put per stage: no whole order can be shorter
     std::vector<u64> column(n, 0);
     for (u32 a = 0; a < n; ++a) {
@@ -111,6 +93,27 @@ void choose_order(Plan* plan, PolicyChoice choice) {
         longest = std::max(longest, row);
     }
     for (const u64 c : column) longest = std::max(longest, c);
+
+    if (automatic && n > 1) {
+        const u64 most_rows = direct_load(t);
+        const u64 direct_ps =
+            transfer_ps(most_rows * plan->row_bytes, plan->topology.scale_out_cost);
+        // A rank's rows take as long as M times as many tile rows. Planned orders need `longest` at
+        // least, and one more hop on each side.
+        const u64 ticks =
+            mul_div(most_rows, t.gpus_per_server, u64{1} << problem.shift) + problem.alpha_ticks;
+        if (direct_ps <= kDirectAlphas * plan->topology.alpha_ps &&
+            ticks <= longest + problem.alpha_ticks) {
+            plan->policy = kDirect;
+            plan->stage_rows = shift_stage_rows(t);
+            plan->why.push_back("direct: the heaviest rank's puts take " +
+                                std::to_string(direct_ps / 1000) + " ns, within " +
+                                std::to_string(kDirectAlphas) + " alphas, and " +
+                                std::to_string(ticks) + " ticks; planned at least " +
+                                std::to_string(longest + problem.alpha_ticks));
+            return;
+        }
+    }
 
     u64 best = 0;
     if (choice != PolicyChoice::kSplit) {
