@@ -1,14 +1,17 @@
-// Planner and host kernel without Python, for the sanitizers: random matrices, all policies, several blocks
-// and lanes, back-to-back calls, each checked against the definition of all-to-all.
+// Planner and host kernel without Python, for the sanitizers: random matrices, all policies,
+// several blocks and lanes, back-to-back calls, each checked against the definition of all-to-all.
 //
 // Usage: driver SECONDS SEED
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <random>
+#include <thread>
 #include <vector>
 
 #include "kernels/entry/host_cluster.h"
+#include "kernels/entry/host_rank.h"
 #include "planner/core/plan.h"
 
 using namespace fastkern;
@@ -48,7 +51,8 @@ Call make_call(std::mt19937_64& random, const Topology& topology, u64 row_bytes,
             rows_out += static_cast<u64>(call.traffic[d * r + s]);
         }
         std::vector<u8> input(rows_in * row_bytes);
-        for (u64 k = 0; k < input.size(); ++k) input[k] = byte_of(s, k / row_bytes, k % row_bytes, index);
+        for (u64 k = 0; k < input.size(); ++k)
+            input[k] = byte_of(s, k / row_bytes, k % row_bytes, index);
         call.inputs.push_back(std::move(input));
         call.outputs.emplace_back(rows_out * row_bytes, u8{0xEE});
     }
@@ -63,10 +67,52 @@ bool right(const Call& call, u32 num_ranks, u64 row_bytes, u32 index) {
             for (u32 k = 0; k < d; ++k) row += static_cast<u64>(call.traffic[s * num_ranks + k]);
             const u64 rows = static_cast<u64>(call.traffic[s * num_ranks + d]);
             for (u64 k = 0; k < rows * row_bytes; ++k, ++at)
-                if (call.outputs[d][at] != byte_of(s, row + k / row_bytes, k % row_bytes, index)) return false;
+                if (call.outputs[d][at] != byte_of(s, row + k / row_bytes, k % row_bytes, index))
+                    return false;
         }
     }
     return true;
+}
+
+// The runtime's side: ranks as threads enter each call with a record, check all records, launch.
+std::string run_ranks(std::vector<Call>& calls, const Topology& topology,
+                      const LaunchOptions& options) {
+    const u32 r = topology.num_ranks();
+    u64 data_bytes = 0;
+    for (const Call& call : calls)
+        for (const auto& table : call.tables)
+            data_bytes = std::max(data_bytes, data_layout(*view_table(table.data()).header).bytes);
+    const FlagLayout flags{r, topology.servers, topology.gpus_per_server, Options{}.chunk_slots};
+    const ControlLayout layout{r, flags.num_slots(), 16};
+    std::vector<u64> control(layout.bytes() * r / 8, 0);
+    std::vector<u8> data(data_bytes * r);
+    std::vector<std::string> errors(r);
+    std::vector<std::thread> threads;
+    for (u32 rank = 0; rank < r; ++rank)
+        threads.emplace_back([&, rank] {
+            HostRank host(rank, layout, reinterpret_cast<u8*>(control.data()));
+            host.map_data(data.data(), data_bytes);
+            for (u64 epoch = 1; epoch <= calls.size(); ++epoch) {
+                Call& call = calls[epoch - 1];
+                const u64 record[2] = {epoch * 1000 + rank, ~epoch};
+                host.post_record(epoch, reinterpret_cast<const u8*>(record));
+                if (host.await_records(epoch, 60'000'000'000ull) != Outcome::kDone)
+                    errors[rank] = "records did not come";
+                for (u32 k = 0; k < r; ++k) {
+                    u64 seen[2];
+                    std::memcpy(seen, host.record(epoch, k), sizeof seen);
+                    if (seen[0] != epoch * 1000 + k || seen[1] != ~epoch)
+                        errors[rank] = "a record of another call was read";
+                }
+                if (!host.launch(call.tables[rank].data(), call.inputs[rank].data(),
+                                 call.outputs[rank].data(), epoch, 60'000'000'000ull, options))
+                    errors[rank] = "the call was aborted";
+            }
+        });
+    for (std::thread& t : threads) t.join();
+    for (const std::string& error : errors)
+        if (!error.empty()) return error;
+    return {};
 }
 
 }  // namespace
@@ -104,7 +150,8 @@ int main(int argc, char** argv) {
         options.rates.ps_per_kib[kScaleUp] = 50'000;
         options.rates.ps_per_kib[kScaleOut] = 500'000;
         options.seed = random();
-        const std::string error = run_cluster(views, options, 60'000'000'000ull);
+        const std::string error = random() % 2 ? run_cluster(views, options, 60'000'000'000ull)
+                                               : run_ranks(calls, topology, options);
         if (!error.empty()) {
             std::printf("%s\n", error.c_str());
             return 1;

@@ -7,7 +7,10 @@ CXX=${CXX:-g++}
 SECONDS_EACH=${SANITIZE_SECONDS:-20}
 out=build/sanitize
 mkdir -p "$out"
-sources=(tests/sanitize/driver.cc planner/core/*.cc kernels/entry/host_cluster.cc kernels/entry/host_launch.cc)
+sources=(
+    tests/sanitize/driver.cc planner/core/*.cc
+    kernels/entry/host_cluster.cc kernels/entry/host_launch.cc kernels/entry/host_rank.cc
+)
 flags=(-std=c++17 -g -O1 -I. -pthread -Wall -Wextra -Werror)
 
 build() { # name, extra flags
@@ -18,7 +21,13 @@ build() { # name, extra flags
 }
 
 # ThreadSanitizer of older compilers cannot place its shadow under high address space randomisation.
-calm() { if command -v setarch >/dev/null && setarch "$(uname -m)" -R true 2>/dev/null; then setarch "$(uname -m)" -R "$@"; else "$@"; fi; }
+calm() {
+    if setarch "$(uname -m)" -R true 2>/dev/null; then
+        setarch "$(uname -m)" -R "$@"
+    else
+        "$@"
+    fi
+}
 
 build thread -fsanitize=thread &
 first=$!
@@ -33,7 +42,8 @@ ASAN_OPTIONS="detect_stack_use_after_return=1" "$out/address" "$SECONDS_EACH" 2
 
 echo "negative control: a relaxed release must be reported"
 status=0
-TSAN_OPTIONS="halt_on_error=1 exitcode=66" calm "$out/relaxed" "$SECONDS_EACH" 1 >"$out/relaxed.log" 2>&1 || status=$?
+TSAN_OPTIONS="halt_on_error=1 exitcode=66" calm "$out/relaxed" "$SECONDS_EACH" 1 \
+    >"$out/relaxed.log" 2>&1 || status=$?
 if [ "$status" -ne 66 ] || ! grep -q "data race" "$out/relaxed.log"; then
     echo "ThreadSanitizer did not report the race of the relaxed build (exit code $status)"
     exit 1
