@@ -15,11 +15,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from . import bootstrap, transports
+from . import bootstrap, rounds, transports
 from .config import read_settings
 from .errors import ClosedError, FastkernError
 from .host_runtime import HostRuntime, RuntimeOptions
-from .planner import Plan, Policy, Topology, plan
+from .planner import Plan, Policy, StageTable, Topology, plan
 from .records import OP_ALL_TO_ALL, OP_RESERVE, encode, row_bytes, verdict
 from .tensors import RowCall, prepare
 from .transports import Transport
@@ -55,7 +55,8 @@ class Communicator:
     policy: planner policy. num_blocks: blocks per launch. chunk_bytes: size that puts are cut into.
     buffer_bytes: staging and window reserved per rank now (a hint: grows when a call needs more;
     see
-        `buffer_bytes_for`).
+        `buffer_bytes_for`). max_buffer_bytes: the most of it; a call that needs more is done in
+        rounds, each moving a share of every pair's rows.
     entry_timeout_s: how long a call waits for ranks that have not entered it; by default the
     group's
         timeout. progress_timeout_s: how long a call that all have entered may stand still.
@@ -75,6 +76,7 @@ class Communicator:
         num_blocks: int | None = None,
         chunk_bytes: int | None = None,
         buffer_bytes: int | None = None,
+        max_buffer_bytes: int | None = None,
         entry_timeout_s: float | None = None,
         progress_timeout_s: float | None = None,
         debug: bool | None = None,
@@ -86,6 +88,7 @@ class Communicator:
             "num_blocks": num_blocks,
             "chunk_bytes": chunk_bytes,
             "buffer_bytes": buffer_bytes,
+            "max_buffer_bytes": max_buffer_bytes,
             "entry_timeout_s": entry_timeout_s,
             "progress_timeout_s": progress_timeout_s,
             "debug": debug,
@@ -103,6 +106,7 @@ class Communicator:
             "policy": settings.policy,
             "chunk_bytes": settings.chunk_bytes,
             "buffer_bytes": settings.buffer_bytes,
+            "max_buffer_bytes": settings.max_buffer_bytes,
         }
         infos = bootstrap.gather(bootstrap.own_info(agreement, settings.local_world_size), group)
         self.agreement_hash = bootstrap.agreement_hash(infos)
@@ -251,13 +255,16 @@ class Communicator:
 
     def _plan(self, traffic: Any, num_bytes: int) -> Plan:
         settings = self._settings
-        return plan(
+        made = plan(
             traffic,
             self.topology,
             num_bytes,
             settings.policy,  # type: ignore[arg-type]
             chunk_bytes=settings.chunk_bytes,
         )
+        if settings.debug:
+            made.validate()
+        return made
 
     def _run(self, call: RowCall | Exception) -> None:
         """One call from entry to delivered rows, on the caller's thread or the queue's."""
@@ -273,15 +280,38 @@ class Communicator:
             self.stats = CallStats(None, entry_s=entered - begin)
             return
         made = self._plan(traffic, num_bytes)
-        if self._settings.debug:
-            made.validate()
         table = made.table(self.rank)
+        need = table.data_layout().bytes
         planned = time.perf_counter()
-        runtime.reserve(table.data_layout().bytes)
-        reserved = time.perf_counter()
-        runtime.launch(table, call.input.data_ptr(), call.target.data_ptr(), "all_to_all_single")
+        if need <= self._settings.max_buffer_bytes:
+            runtime.reserve(need)
+            reserved = time.perf_counter()
+            self._launch(table, call.input, call.target)
+        else:
+            reserved = planned
+            self._run_in_rounds(
+                call, traffic, num_bytes, -(-need // self._settings.max_buffer_bytes)
+            )
         ended = time.perf_counter()
         call.finish()
         self.stats = CallStats(
             made, entered - begin, planned - entered, reserved - planned, ended - reserved
         )
+
+    def _launch(self, table: StageTable, source: torch.Tensor, target: torch.Tensor) -> None:
+        self._runtime.launch(table, source.data_ptr(), target.data_ptr(), "all_to_all_single")
+
+    def _run_in_rounds(
+        self, call: RowCall, traffic: rounds.Matrix, num_bytes: int, num_rounds: int
+    ) -> None:
+        """Staging for the whole call would be too large: move a share of it at a time."""
+        source = call.input.reshape(-1).view(torch.uint8).view(-1, num_bytes)
+        target = call.target.reshape(-1).view(torch.uint8).view(-1, num_bytes)
+        for part in rounds.cut(traffic, num_rounds):
+            table = self._plan(part.rows, num_bytes).table(self.rank)
+            self._runtime.reserve(table.data_layout().bytes)
+            received = torch.empty(
+                (int(part.rows[:, self.rank].sum()), num_bytes), dtype=torch.uint8
+            )
+            self._launch(table, rounds.gather(source, self.rank, traffic, part), received)
+            rounds.scatter(target, received, self.rank, traffic, part)

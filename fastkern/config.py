@@ -16,6 +16,8 @@ class Settings:
     FASTKERN_CHUNK_BYTES: size a put is cut into, bytes.
     FASTKERN_BUFFER_BYTES: staging and window reserved per rank at creation, bytes; grows when
     needed.
+    FASTKERN_MAX_BUFFER_BYTES: the most staging and window per rank, 4 GiB; a call that needs more
+        is done in rounds.
     FASTKERN_ENTRY_TIMEOUT_S: how long to wait for ranks that have not entered a call; by default
     the
         process group's timeout.
@@ -29,6 +31,7 @@ class Settings:
     num_blocks: int = 1
     chunk_bytes: int = 128 * 1024
     buffer_bytes: int = 1 << 20
+    max_buffer_bytes: int = 4 << 30
     entry_timeout_s: float | None = None
     progress_timeout_s: float = 30.0
     debug: bool = False
@@ -56,6 +59,7 @@ def read_settings() -> Settings:
         "num_blocks": _number("FASTKERN_NUM_BLOCKS", int, 1),
         "chunk_bytes": _number("FASTKERN_CHUNK_BYTES", int, 1),
         "buffer_bytes": _number("FASTKERN_BUFFER_BYTES", int, 0),
+        "max_buffer_bytes": _number("FASTKERN_MAX_BUFFER_BYTES", int, 1),
         "entry_timeout_s": _number("FASTKERN_ENTRY_TIMEOUT_S", float, 0.001),
         "progress_timeout_s": _number("FASTKERN_PROGRESS_TIMEOUT_S", float, 0.001),
         "local_world_size": _number("LOCAL_WORLD_SIZE", int, 1),

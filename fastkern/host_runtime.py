@@ -40,7 +40,7 @@ class RuntimeOptions:
 
 
 class HostRuntime:
-    """One rank's heap and calls. Epochs count calls from 1; all ranks count alike."""
+    """One rank's heap and calls. Calls and launches count from 1; all ranks count alike."""
 
     def __init__(
         self,
@@ -52,7 +52,8 @@ class HostRuntime:
     ) -> None:
         self.rank = rank
         self.num_ranks = topology.num_ranks
-        self.epoch = 0
+        self.epoch = 0  # of the last launch; calls in rounds launch more than once
+        self.call = 0  # entered so far
         self.data_bytes = 0  # per rank
         self._processes = processes
         self._options = options
@@ -111,15 +112,15 @@ class HostRuntime:
     def exchange(self, record: Words, op: str) -> Words:
         """Enter the next call and return all ranks' records [R, words]."""
         self.check()
-        self.epoch += 1
-        self._host.post_record(self.epoch, record.view(np.uint8))
+        self.call += 1
+        self._host.post_record(self.call, record.view(np.uint8))
         self._await(
-            lambda: self._host.await_records(self.epoch, _SLICE_NS),
-            lambda: self._host.missing_records(self.epoch),
-            f"{op}, call {self.epoch}: not entered by",
+            lambda: self._host.await_records(self.call, _SLICE_NS),
+            lambda: self._host.missing_records(self.call),
+            f"{op}, call {self.call}: not entered by",
         )
         records: Words = np.empty((self.num_ranks, self._record_words), dtype=np.uint64)
-        self._host.read_records(self.epoch, records.reshape(-1).view(np.uint8))
+        self._host.read_records(self.call, records.reshape(-1).view(np.uint8))
         return records
 
     def reserve(self, num_bytes: int) -> None:
@@ -175,6 +176,7 @@ class HostRuntime:
 
     def launch(self, table: StageTable, input_address: int, output_address: int, op: str) -> None:
         """Run the kernel; raises DeadlineError when it was aborted."""
+        self.epoch += 1
         ended = self._host.launch(
             table.bytes,
             input_address,
@@ -227,7 +229,7 @@ class HostRuntime:
         if fields["state"]:
             record = WaitRecord(
                 op=op,
-                call=fields["epoch"],
+                call=self.call,
                 rank=origin,
                 peer=fields["peer"],
                 item=QUEUES[fields["queue"]],

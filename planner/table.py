@@ -155,8 +155,15 @@ class StageTable:
                 ticks = begin + (end - begin) * (chunk + ended) // stage["num_chunks"]
                 for x in range(stage["num_streams"]):
                     stream = stage["first_stream"] + x
-                    empty = next(self.parts(stream, chunk), None) is None
+                    empty = self._is_empty(queue, stream, chunk)
                     yield Item(queue, k, stream, chunk, ticks * 4 + PHASES[index], empty)
+
+    def _is_empty(self, queue: str, stream: int, chunk: int) -> bool:
+        begin, end = self.chunk_bounds(stream, chunk)
+        if begin == end:
+            return True
+        # Puts and receives carry the rows of all ranks; of the other queues' chunks a part is ours.
+        return queue not in ("put", "receive") and not any(self.parts(stream, chunk))
 
     def chunk_bounds(self, stream: int, chunk: int) -> tuple[int, int]:
         """First row of a chunk and the row after its last, counted from the start of the stream."""

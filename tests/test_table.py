@@ -45,7 +45,7 @@ def test_dtypes_are_dense_and_little_endian() -> None:
     for dtype in DTYPES.values():
         at = 0
         for name in dtype.names or ():
-            field, offset = dtype.fields[name][:2]  # type: ignore[index]
+            field, offset = dtype.fields[name][:2]
             assert field.str in ("<u4", "<u8")
             assert offset == at
             at += field.itemsize
@@ -93,7 +93,7 @@ def expected_items(table: StageTable, queue: str) -> list[tuple[int, int, int, i
     """(stage, stream, chunk, plan time) by the words of stage_table.h, item by item."""
     index = QUEUES.index(queue)
     entry = table.queues[index]
-    found = []
+    found: list[tuple[int, int, int, int]] = []
     for k in range(int(entry["num_stages"])):
         stage = table.stages[int(entry["first_stage"]) + k]
         begin, end = int(stage["ticks_begin"]), int(stage["ticks_end"])
