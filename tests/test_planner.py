@@ -303,6 +303,8 @@ def test_validator_finds_each_corruption() -> None:
         ("streams", receive, "credit_slot", 0xFFFFFFFF, "never written"),
         ("streams", receive, "credit_chunk", 0, ""),  # early is allowed
         ("links", 0, "slot", int(table.links[0]["slot"]) + 1, "never|two writes"),
+        ("posts", 0, "slot", int(table.posts[-1]["slot"]), "two senders"),
+        ("streams", put, "gate_slot", int(table.streams[put]["peer"]), "without a credit"),
         ("stages", int(table.queues[3]["first_stage"]), "ticks_end", 0, "no earlier|fall"),
     ]
     import re

@@ -1,4 +1,4 @@
-"""Calls in rounds: every row moves in exactly one round, to the place it has in a call in one piece."""
+"""Calls in rounds: every row moves in exactly one round, to its place in the whole call."""
 
 from __future__ import annotations
 

@@ -119,11 +119,14 @@ class Validator {
     void produce() {
         for (u32 r = 0; r < views_.size(); ++r) {
             const TableView& t = views_[r];
+            u32 credits = 0;
             for (u32 k = 0; k < t.header->num_posts; ++k) {
                 const Post& p = t.posts[k];
+                credits += p.slot == flags_.credit(r);
                 if (!written_.emplace(key(p.rank, p.slot, p.value), 0).second)
                     fault(r, "post", "flag " + std::to_string(p.slot) + " has two writes");
             }
+            if (credits > 1) fault(r, "post", "lets two senders start at once");
             for_each_item(
                 r, [&](u32 q, const Stage&, const Stream& s, u32 c, u64 time, u64 begin, u64 end) {
                     if (q == kReceive) {
@@ -157,26 +160,29 @@ class Validator {
     void await() {
         for (u32 r = 0; r < views_.size(); ++r) {
             const TableView& t = views_[r];
-            for_each_item(
-                r, [&](u32 q, const Stage&, const Stream& s, u32 c, u64 time, u64 begin, u64 end) {
-                    const bool holds_rows =
-                        q == kPut || q == kReceive || touches(r, s, begin, end, 0, true);
-                    if (s.gate_slot != kNoSlot && holds_rows)
-                        wait(r, q, s.gate_slot, s.gate_value, time);
-                    if (q == kPut)
-                        for_each_segment(r, s, begin, end, [&](const Segment& g, u64, u64, u64) {
-                            wait(r, q, g.slot + c, 1, time);
-                        });
-                    if (q >= kReceive && holds_rows) wait(r, q, s.slot + c, 1, time);
-                    if (q == kReceive)
-                        for (u32 k = 0; k < s.num_links; ++k)
-                            wait(r, q, t.links[s.first_link + k].gate_slot, 1, time);
-                    // A write to a peer without a gate would reach buffers that are still in use.
-                    if ((q == kPack || q == kPush || q == kPut) && s.peer != r &&
-                        s.gate_slot == kNoSlot)
-                        fault(r, kNames[q],
-                              "writes to rank " + std::to_string(s.peer) + " without a gate");
-                });
+            for_each_item(r, [&](u32 q, const Stage&, const Stream& s, u32 c, u64 time, u64 begin,
+                                 u64 end) {
+                const bool holds_rows =
+                    q == kPut || q == kReceive || touches(r, s, begin, end, 0, true);
+                if (s.gate_slot != kNoSlot && holds_rows)
+                    wait(r, q, s.gate_slot, s.gate_value, time);
+                if (q == kPut)
+                    for_each_segment(r, s, begin, end, [&](const Segment& g, u64, u64, u64) {
+                        wait(r, q, g.slot + c, 1, time);
+                    });
+                if (q >= kReceive && holds_rows) wait(r, q, s.slot + c, 1, time);
+                if (q == kReceive)
+                    for (u32 k = 0; k < s.num_links; ++k)
+                        wait(r, q, t.links[s.first_link + k].gate_slot, 1, time);
+                // With credits, each receiver lets one sender start, and each arrival the next one.
+                if (q == kPut && plan_.policy != kDirect && s.gate_slot != flags_.credit(s.peer))
+                    fault(r, kNames[q], "starts without a credit of its receiver");
+                // A write to a peer without a gate would reach buffers that are still in use.
+                if ((q == kPack || q == kPush || q == kPut) && s.peer != r &&
+                    s.gate_slot == kNoSlot)
+                    fault(r, kNames[q],
+                          "writes to rank " + std::to_string(s.peer) + " without a gate");
+            });
         }
         // Ready may go unread (a peer that writes nothing here); everything else is consumed in its
         // call.
