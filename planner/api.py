@@ -218,7 +218,9 @@ def plan(
     traffic: [R, R] integers, rows from each rank (first index) to each rank.
     row_bytes: bytes of a row, at least 1.
     policy: "whole" (each server pair once), "split" (Birkhoff stages, exactly the bound), "direct"
-        (no balancing, all puts at once), "spreadout" (the published baseline), or "auto".
+        (no balancing, all puts at once), "spreadout" (the published baseline), or "auto" (the
+        cheapest of the first three: direct for small calls and where scale-out is no slower than
+        scale-up, split only up to 8 servers).
     chunk_bytes, chunk_slots: a put is cut into chunks of about chunk_bytes; a pair of ranks has
         chunk_slots flags, and chunks grow to fit them.
     credit_lead: chunks before its last one at which a receiver lets its next sender start.

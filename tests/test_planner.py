@@ -316,3 +316,11 @@ def test_validator_finds_each_corruption() -> None:
             assert re.search(text, " ".join(faults)), (array, field, faults)
         else:
             assert faults == []
+
+
+def test_auto_goes_direct_on_a_flat_fabric() -> None:
+    traffic = np.full((4, 4), 10_000)
+    flat = plan(traffic, Topology(2, 2, scale_up_GBps=4, scale_out_GBps=4), 1024)
+    assert flat.policy == "direct"
+    assert "as fast as scale-up" in flat.why[0]
+    assert plan(traffic, Topology(2, 2, scale_up_GBps=8, scale_out_GBps=4), 1024).policy == "whole"

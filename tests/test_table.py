@@ -44,8 +44,10 @@ def test_dtypes_are_dense_and_little_endian() -> None:
     assert {name: dtype.itemsize for name, dtype in DTYPES.items()} == SIZES
     for dtype in DTYPES.values():
         at = 0
+        fields: Any = dtype.fields
+        assert fields
         for name in dtype.names or ():
-            field, offset = dtype.fields[name][:2]
+            field, offset = fields[name][:2]
             assert field.str in ("<u4", "<u8")
             assert offset == at
             at += field.itemsize

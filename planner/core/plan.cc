@@ -79,6 +79,12 @@ void choose_order(Plan* plan, PolicyChoice choice) {
         plan->stage_rows = shift_stage_rows(t);
         return;
     }
+    if (automatic && n > 1 && plan->topology.scale_out_cost <= plan->topology.scale_up_cost) {
+        plan->policy = kDirect;
+        plan->stage_rows = shift_stage_rows(t);
+        plan->why.push_back("direct: scale-out is as fast as scale-up, balancing gains nothing");
+        return;
+    }
     const OrderProblem problem = make_order_problem(n, t.gpus_per_server, t.tiles, plan->row_bytes,
                                                     plan->topology, plan->options.chunk_slots);
     u64 longest = 0;  // L in ticks with alpha for one put per stage: no whole order can be shorter
