@@ -161,7 +161,8 @@ def _task(table: StageTable, item: Item) -> _Task:
         if s["credit_slot"] != NO_SLOT and s["credit_chunk"] == chunk:
             task.signals.append((s["credit_rank"], s["credit_slot"], s["credit_value"]))
         for link in table.records("links")[s["first_link"] : s["first_link"] + s["num_links"]]:
-            task.waits.append((link["gate_slot"], 1))
+            if link["gate_slot"] != NO_SLOT:
+                task.waits.append((link["gate_slot"], 1))
             if any(p.peer == link["rank"] for p in parts):
                 task.signals.append((link["rank"], link["slot"] + chunk, 1))
     for p in parts:

@@ -18,6 +18,7 @@ NO_SLOT: int = _CONSTANTS["NO_SLOT"]
 VALUE_BITS: int = _CONSTANTS["VALUE_BITS"]
 QUEUES: tuple[str, ...] = tuple(_CONSTANTS["QUEUES"])
 PHASES: tuple[int, ...] = tuple(_CONSTANTS["PHASES"])
+AT_CHUNK_END: tuple[int, ...] = tuple(_CONSTANTS["AT_CHUNK_END"])  # 1: planned at a chunk's end
 POLICIES: tuple[str, ...] = tuple(_CONSTANTS["POLICIES"])
 
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -147,7 +148,7 @@ class StageTable:
         """The items of a queue in order, empty ones included."""
         index = QUEUES.index(queue)
         row = self.records("queues")[index]
-        ended = 1 if queue in ("receive", "land") else 0
+        ended = AT_CHUNK_END[QUEUES.index(queue)]
         for k in range(row["num_stages"]):
             stage = self.records("stages")[row["first_stage"] + k]
             begin, end = stage["ticks_begin"], stage["ticks_end"]

@@ -17,11 +17,12 @@ struct ErrorRecord {
     u32 queue;  // QueueKind of the item that could not run
     u32 stage;  // index within its queue
     u32 chunk;
-    u32 peer;   // the rank whose flag is missing
-    u32 slot;   // the flag
-    u32 state;  // 0: none; 1: written
+    u32 peer;  // the rank whose flag is missing
+    u32 slot;  // the flag
+    u32 reserved;
+    u64 state;  // 0: none; 1: written
 };
-static_assert(sizeof(ErrorRecord) == 56, "layout");
+static_assert(sizeof(ErrorRecord) == 64, "layout");
 
 // The words of one rank's heap that its blocks and its peers share, besides the flags.
 struct Control {
@@ -32,7 +33,7 @@ struct Control {
     u64 egress_free_ns[kNumTiers];  // shaped transport: when this rank's links fall idle
     u64 ingress_free_ns[kNumTiers];
     ErrorRecord record;
-    u64 reserved[4];
+    u64 reserved[3];
 };
 static_assert(sizeof(Control) == 192, "layout");
 
@@ -56,15 +57,16 @@ struct KernelArgs {
     u8* output;                // [output_rows, row_bytes]
     Control* const* controls;  // [R] as mapped here
     u64* const* flags;         // [R] FlagLayout words of each rank
-    u64* const* visible_ns;  // [R] shaped transport: when a flag may be seen; else null
-    u8* const* data;         // [R] DataLayout bytes of each rank
-    u64 epoch;               // of this call, from 1
-    u64 progress_ns;         // deadline without progress
-    TraceEvent* trace;       // null: no trace
-    u64* trace_count;        // events so far; those past the capacity are dropped
+    u64* const* visible_ns;    // [R] shaped transport: when a flag may be seen; else null
+    u8* const* data;           // [R] DataLayout bytes of each rank
+    u64 epoch;                 // of this call, from 1
+    u64 progress_ns;           // deadline without progress
+    TraceEvent* trace;         // null: no trace
+    u64* trace_count;          // events so far; those past the capacity are dropped
     u64 trace_capacity;
     u32 num_blocks;
     u32 rank;
 };
+static_assert(sizeof(KernelArgs) == 104, "layout");
 
 }  // namespace fastkern

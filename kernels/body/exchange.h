@@ -153,8 +153,8 @@ class Picker {
         record.chunk = stuck.chunk;
         const u64 word = args_.epoch << kValueBits | (args_.rank + 1);
         if (!target_.compare_and_swap(&control->abort, 0, word)) return;
-        record.state = 1;
         control->record = record;
+        target_.store_release(&control->record.state, 1);
         for (u32 r = 0; r < table_.header->num_ranks; ++r)
             if (r != args_.rank) target_.compare_and_swap(&args_.controls[r]->abort, 0, word);
     }

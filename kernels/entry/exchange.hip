@@ -5,8 +5,8 @@
 #include "kernels/body/exchange.h"
 #include "kernels/transport/mapped.h"
 
-extern "C" __global__ void __attribute__((amdgpu_flat_work_group_size(1, 512)))
-fastkern_exchange(const fastkern::KernelArgs args) {
+extern "C" __global__ void __attribute__((amdgpu_flat_work_group_size(1, 512))) fastkern_exchange(
+    const fastkern::KernelArgs args) {
     const fastkern::HipTarget target;
     const fastkern::MappedTransport<fastkern::HipTarget> transport(target, args);
     fastkern::exchange_block(target, transport, args);

@@ -28,9 +28,7 @@ FASTKERN_DEVICE void copy_vectors(u32 lane, u32 num_lanes, u8* to, const u8* fro
     u64 k = lane;
     for (; k + (kUnroll - 1) * stride < num_vectors; k += kUnroll * stride) {
         V values[kUnroll];
-#pragma unroll
         for (u32 j = 0; j < kUnroll; ++j) values[j] = Memory::load(sources + k + j * stride);
-#pragma unroll
         for (u32 j = 0; j < kUnroll; ++j) Memory::store(targets + k + j * stride, values[j]);
     }
     for (; k < num_vectors; k += stride) Memory::store(targets + k, Memory::load(sources + k));

@@ -1,9 +1,13 @@
-// HIP target: a block is a workgroup, a lane one of its work-items. For clang and HIPRTC; neither
-// the HIP headers nor the device libraries are needed. The operations are those listed in
+// HIP target, for gfx9: a block is a workgroup, a lane one of its work-items. For clang and HIPRTC;
+// neither the HIP headers nor the device libraries are needed. The operations are those listed in
 // kernels/target/host.h.
 //
 // Pointers read from a table are generic to the compiler (flat_*), so every access of memory shared
 // between ranks casts to the global address space. Atomics are at system scope.
+//
+// A release is spelled out: write back the L2 (buffer_wbl2, from the fence), wait for that, then a
+// relaxed operation. Compilers before LLVM 23 drop the wait where they count no store in flight,
+// because they overlook the write-back itself (llvm-project pull request 178316).
 #pragma once
 
 #ifndef __device__  // hipcc and HIPRTC bring these along
@@ -67,15 +71,18 @@ class HipTarget {
     __device__ T broadcast(const T& value) const {
         static_assert(sizeof(T) <= kSlotBytes, "too large to broadcast");
         T* slot = reinterpret_cast<T*>(slots() + (turn_ ^= 1) * kSlotBytes);
-        if (lane() == 0) *slot = value;
+        if (lane() == 0) {
+            *slot = value;
+            wait_for_memory();  // the acquires behind `value`: caches invalidated for all waves
+        }
         barrier();
         return *slot;
     }
 
-    // Each wave waits for its own stores (vmcnt is a counter of the wave) and writes them back to
-    // where other devices see them. The barrier waits for none, and lane 0's release only for those
-    // of lane 0's wave. After the barrier that follows, lane 0 may raise the flag.
-    __device__ void drain() const { __builtin_amdgcn_fence(__ATOMIC_RELEASE, ""); }
+    // Each wave writes its own stores back to where other devices see them, and waits (vmcnt is a
+    // counter of the wave). The barrier waits for none, and lane 0's release only for those of
+    // lane 0's wave. After the barrier that follows, lane 0 may raise the flag.
+    __device__ void drain() const { write_back(); }
 
     // All lanes copy a part each.
     __device__ void copy(u8* to, const u8* from, u64 bytes) const {
@@ -107,20 +114,31 @@ class HipTarget {
         __hip_atomic_store(HipMemory::global(p), v, __ATOMIC_RELAXED, kSystem);
     }
     static __device__ void store_release(u64* p, u64 v) {
-        __hip_atomic_store(HipMemory::global(p), v, __ATOMIC_RELEASE, kSystem);
+        write_back();
+        __hip_atomic_store(HipMemory::global(p), v, __ATOMIC_RELAXED, kSystem);
     }
     static __device__ u64 fetch_add(u64* p, u64 v) {
-        return __hip_atomic_fetch_add(HipMemory::global(p), v, __ATOMIC_ACQ_REL, kSystem);
+        write_back();
+        return __hip_atomic_fetch_add(HipMemory::global(p), v, __ATOMIC_ACQUIRE, kSystem);
     }
     static __device__ bool compare_and_swap(u64* p, u64 expected, u64 desired) {
+        write_back();
         return __hip_atomic_compare_exchange_strong(HipMemory::global(p), &expected, desired,
-                                                    __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE, kSystem);
+                                                    __ATOMIC_ACQUIRE, __ATOMIC_ACQUIRE, kSystem);
     }
 
   private:
     static constexpr int kSystem = __HIP_MEMORY_SCOPE_SYSTEM;
     static constexpr u64 kNsPerTick = 10;
     static constexpr u32 kSlotBytes = 64;
+
+    // Not a builtin: those may be optimised away.
+    static __device__ void wait_for_memory() { asm volatile("s_waitcnt vmcnt(0)" : : : "memory"); }
+
+    static __device__ void write_back() {
+        __builtin_amdgcn_fence(__ATOMIC_RELEASE, "");  // at system scope
+        wait_for_memory();
+    }
 
     static __device__ u8* slots() {
         __shared__ alignas(16) u8 slots[2 * kSlotBytes];

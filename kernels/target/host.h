@@ -5,7 +5,7 @@
 //   lane num_lanes block barrier broadcast drain copy pause now_ns
 //   load_relaxed load_acquire store_relaxed store_release fetch_add compare_and_swap
 // Atomics are at system scope. Release and acquire sit on the flag operation itself, never in a
-// fence.
+// fence (HIP spells them out: see hip.h).
 #pragma once
 
 #include <sched.h>

@@ -60,13 +60,17 @@ nb::dict constants() {
     c["VERSION"] = kTableVersion;
     c["NO_SLOT"] = kNoSlot;
     c["VALUE_BITS"] = kValueBits;
-    nb::list queues, phases, policies;
+    nb::list queues, phases, at_end, policies;
     for (const char* name : {"pack", "push", "put", "receive", "land", "take"}) queues.append(name);
-    const Stage stage{0, 0, 0, 1, 0, 0, 0};
-    for (u32 q = 0; q < kNumQueues; ++q) phases.append(plan_time(q, stage, 0) % 4);
+    const Stage stage{0, 1, 0, 1, 0, 0, 0};  // one chunk that takes one tick
+    for (u32 q = 0; q < kNumQueues; ++q) {
+        phases.append(plan_time(q, stage, 0) % 4);
+        at_end.append(plan_time(q, stage, 0) / 4);
+    }
     for (u32 p = 0; p < kNumPolicies; ++p) policies.append(policy_name(p));
     c["QUEUES"] = queues;
     c["PHASES"] = phases;
+    c["AT_CHUNK_END"] = at_end;
     c["POLICIES"] = policies;
     return c;
 }

@@ -1,0 +1,161 @@
+"""The device compilers as Python packages: NVRTC for CUDA, clang (inside ziglang) for HIP.
+
+Neither needs a GPU or a driver. A missing package fails the test that needs it: only
+`make check-kernels` runs this folder, and it installs them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CUDA_ENTRY = "kernels/entry/exchange.cu"
+HIP_ENTRY = "kernels/entry/exchange.hip"
+KERNEL_NAME = "fastkern_exchange"
+CUDA_ARCHES = ("sm_80", "sm_90", "sm_100")
+HIP_ARCHES = ("gfx90a", "gfx942", "gfx950")
+
+
+class CompileError(Exception):
+    """What the compiler said."""
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One replacement in one file of a copied source tree; `pattern` (a regex) matches once."""
+
+    path: str
+    pattern: str
+    replacement: str
+
+
+def copy_sources(target: Path, edits: Iterable[Edit]) -> Path:
+    """Copy what the device compilers read to `target`, edited. Returns `target`."""
+    suffixes = {".h", ".cu", ".hip"}
+    for folder in ("planner", "kernels"):
+        for source in (ROOT / folder).rglob("*"):
+            if source.suffix in suffixes:
+                copy = target / source.relative_to(ROOT)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(source, copy)
+    for edit in edits:
+        path = target / edit.path
+        text, count = re.subn(edit.pattern, edit.replacement, path.read_text())
+        assert count == 1, f"{edit.path}: {edit.pattern!r} matches {count} times, not once"
+        path.write_text(text)
+    return target
+
+
+def load(module: str, package: str) -> ModuleType:
+    """Import a compiler's module, or fail the test."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        pytest.fail(f"cannot import {module} ({error}). {_how_to_install(package)}")
+
+
+def _how_to_install(package: str) -> str:
+    return f"Install {package}: `make check-kernels`, or `pip install 'fastkern[compile-checks]'`."
+
+
+@dataclass(frozen=True)
+class CudaBuild:
+    ptx: str
+    cubin: bytes
+    log: str  # of ptxas -v: registers, stack, spills
+
+
+def compile_cuda(arch: str, root: Path = ROOT) -> CudaBuild:
+    """Compile the CUDA entry with NVRTC for `arch` ("sm_90"). Raises CompileError."""
+    nvrtc = load("cuda.bindings.nvrtc", "cuda-bindings and nvidia-cuda-nvrtc")
+
+    def read(what: str) -> bytes:
+        status, size = getattr(nvrtc, f"nvrtcGet{what}Size")(program)
+        assert status == nvrtc.nvrtcResult.NVRTC_SUCCESS, (what, status)
+        buffer = bytearray(size)
+        (status,) = getattr(nvrtc, f"nvrtcGet{what}")(program, buffer)
+        assert status == nvrtc.nvrtcResult.NVRTC_SUCCESS, (what, status)
+        return bytes(buffer)
+
+    source = (root / CUDA_ENTRY).read_bytes()
+    status, program = nvrtc.nvrtcCreateProgram(source, CUDA_ENTRY.encode(), 0, [], [])
+    assert status == nvrtc.nvrtcResult.NVRTC_SUCCESS, status
+    try:
+        flags = [f"--gpu-architecture={arch}", "-std=c++17", f"-I{root}", "--ptxas-options=-v"]
+        encoded = [flag.encode() for flag in flags]
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
+        log = read("ProgramLog").rstrip(b"\0").decode()
+        if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            raise CompileError(log)
+        return CudaBuild(read("PTX").rstrip(b"\0").decode(), read("CUBIN"), log)
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def disassemble_cuda(cubin: bytes, folder: Path) -> str:
+    """The SASS of a cubin."""
+    package = "nvidia-cuda-nvdisasm"
+    try:
+        files = importlib.metadata.files(package) or []
+    except importlib.metadata.PackageNotFoundError:
+        pytest.fail(f"no nvdisasm. {_how_to_install(package)}")
+    (tool,) = (f.locate() for f in files if f.name in ("nvdisasm", "nvdisasm.exe"))
+    path = folder / "exchange.cubin"
+    path.write_bytes(cubin)
+    result = subprocess.run(
+        [str(tool), "-c", str(path)], capture_output=True, text=True, timeout=60, check=True
+    )
+    return result.stdout
+
+
+def _run_hip(arch: str, root: Path, output: Path, *flags: str) -> None:
+    load("ziglang", "ziglang")
+    command = [
+        *(sys.executable, "-m", "ziglang", "clang", "-x", "hip"),
+        *(f"--offload-arch={arch}", "--offload-device-only", "--no-gpu-bundle-output"),
+        *("-nogpulib", "-nogpuinc", "-O3", "-std=c++20", "-Wall", "-Wextra", "-Werror"),
+        *(f"-I{root}", *flags, str(root / HIP_ENTRY), "-o", str(output)),
+    ]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    if result.returncode != 0:
+        raise CompileError(result.stderr)
+
+
+def compile_hip(arch: str, folder: Path, root: Path = ROOT) -> str:
+    """Compile the HIP entry for `arch` ("gfx942") to assembly. Raises CompileError."""
+    output = folder / f"{arch}.s"
+    _run_hip(arch, root, output, "-S")
+    return output.read_text()
+
+
+def compile_hip_object(arch: str, folder: Path) -> bytes:
+    """Compile and link the HIP entry for `arch` to a code object that could be loaded."""
+    relocatable, linked = folder / f"{arch}.o", folder / f"{arch}.hsaco"
+    # By hand: clang would call a linker of its own name, which is not on the path.
+    compile_hip(arch, folder)
+    for command in (
+        ["clang", "--target=amdgcn-amd-amdhsa", f"-mcpu={arch}", "-c", f"{arch}.s"],
+        ["ld.lld", "-shared", "--no-undefined", relocatable.name, "-o", linked.name],
+    ):
+        subprocess.run(
+            [sys.executable, "-m", "ziglang", *command], cwd=folder, timeout=60, check=True
+        )
+    return linked.read_bytes()
+
+
+@functools.cache
+def cuda_build(arch: str) -> CudaBuild:
+    """The CUDA entry as it stands, compiled once per run."""
+    return compile_cuda(arch)
