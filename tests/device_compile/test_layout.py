@@ -22,7 +22,7 @@ BREAKS = {
         Edit(TABLE, r"(STAGE_FIELDS(?:.*\\\n)+?.*num_streams\)) *\\\n.*", r"\1"),
         "padding",
     ),
-    "control words": (Edit("kernels/body/args.h", r"u64 reserved\[4\]", "u64 x[3]"), "layout"),
+    "control words": (Edit("kernels/body/args.h", r"u64 reserved\[3\]", "u64 x[2]"), "layout"),
 }
 
 
