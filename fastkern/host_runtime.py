@@ -226,13 +226,13 @@ class HostRuntime:
     def _raise_aborted(self, op: str) -> NoReturn:
         origin = (self._host.abort_word() & ((1 << VALUE_BITS) - 1)) - 1
         fields = self._host.error(origin)
-        if fields["state"]:
+        if fields["written"]:
             record = WaitRecord(
                 op=op,
                 call=self.call,
                 rank=origin,
                 peer=fields["peer"],
-                item=QUEUES[fields["queue"]],
+                item=(*QUEUES, "end of its puts")[fields["queue"]],
                 stage=fields["stage"],
                 chunk=fields["chunk"],
                 expected=_call_and_value(fields["expected"]),

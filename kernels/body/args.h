@@ -8,19 +8,21 @@ namespace fastkern {
 // Scale-up: a rank of the same server. Scale-out: a put.
 enum Tier : u32 { kScaleUp, kScaleOut, kNumTiers };
 
+enum RecordState : u32 { kNoRecord, kRecordInWork, kRecordWritten };
+
 // The first wait of a rank that ran out of time. `state` is written last, with release.
 struct ErrorRecord {
     u64 expected;  // flag value awaited: epoch << kValueBits | value
     u64 seen;      // flag value found
     u64 waited_ns;
     u64 epoch;
-    u32 queue;  // QueueKind of the item that could not run
+    u32 queue;  // QueueKind of the item that could not run; kNumQueues: own puts did not end
     u32 stage;  // index within its queue
     u32 chunk;
     u32 peer;  // the rank whose flag is missing
     u32 slot;  // the flag
     u32 reserved;
-    u64 state;  // 0: none; 1: written
+    u64 state;  // RecordState
 };
 static_assert(sizeof(ErrorRecord) == 64, "layout");
 

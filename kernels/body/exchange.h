@@ -45,6 +45,48 @@ FASTKERN_DEVICE void post_start_flags(const Target& target, const Transport& tra
     }
 }
 
+// A deadline has passed: one record here, then every rank is told to leave. The words of all ranks
+// name the same origin: the first to reach the home word, which is rank 0's, whoever copies it on.
+template <class Target>
+FASTKERN_DEVICE void abort_call(const Target& target, const KernelArgs& args, u32 num_ranks,
+                                ErrorRecord record) {
+    ErrorRecord& own = args.controls[args.rank]->record;
+    if (target.compare_and_swap(&own.state, kNoRecord, kRecordInWork)) {
+        record.epoch = args.epoch;
+        record.state = kRecordInWork;
+        own = record;
+        target.store_release(&own.state, kRecordWritten);
+    } else {
+        return;  // another block of this rank is at it
+    }
+    u64* home = &args.controls[0]->abort;
+    target.compare_and_swap(home, 0, args.epoch << kValueBits | (args.rank + 1));
+    const u64 word = target.load_acquire(home);
+    for (u32 r = 0; r < num_ranks; ++r) target.compare_and_swap(&args.controls[r]->abort, 0, word);
+}
+
+// Waits until this rank's puts have left its staging and its flags have arrived: only then may the
+// next call reuse them.
+template <class Target, class Transport>
+FASTKERN_DEVICE bool await_quiet(const Target& target, const Transport& transport,
+                                 const KernelArgs& args, u32 num_ranks) {
+    const u64 begin_ns = target.now_ns();
+    for (u32 rounds = 0; !transport.quiet(); ++rounds) {
+        if (target.load_acquire(&args.controls[args.rank]->abort) != 0) return false;
+        const u64 waited_ns = target.now_ns() - begin_ns;
+        if (waited_ns > args.progress_ns) {
+            ErrorRecord record{};
+            record.waited_ns = waited_ns;
+            record.queue = kNumQueues;
+            record.peer = args.rank;
+            abort_call(target, args, num_ranks, record);
+        }
+        transport.progress();
+        target.pause(rounds);
+    }
+    return true;
+}
+
 // One lane's search for the runnable head of least plan time.
 template <class Target, class Transport>
 class Picker {
@@ -143,20 +185,13 @@ class Picker {
 
     // The deadline has passed: one record, then every rank is told to leave.
     FASTKERN_DEVICE void give_up(const Item& stuck, u64 waited_ns) {
-        Control* control = args_.controls[args_.rank];
         ErrorRecord record{};
         if (can_run(transport_, table_, stuck, &record)) return;  // it came after all
         record.waited_ns = waited_ns;
-        record.epoch = args_.epoch;
         record.queue = stuck.queue;
         record.stage = stuck.stage;
         record.chunk = stuck.chunk;
-        const u64 word = args_.epoch << kValueBits | (args_.rank + 1);
-        if (!target_.compare_and_swap(&control->abort, 0, word)) return;
-        control->record = record;
-        target_.store_release(&control->record.state, 1);
-        for (u32 r = 0; r < table_.header->num_ranks; ++r)
-            if (r != args_.rank) target_.compare_and_swap(&args_.controls[r]->abort, 0, word);
+        abort_call(target_, args_, table_.header->num_ranks, record);
     }
 };
 
@@ -199,11 +234,7 @@ FASTKERN_DEVICE void exchange_block(const Target& target, const Transport& trans
     // The last block out makes the rank ready for the next call.
     if (target.fetch_add(&control->blocks_out, 1) + 1 != args.num_blocks) return;
     if (target.load_acquire(&control->abort) != 0) return;
-    u32 rounds = 0;
-    while (!transport.quiet()) {
-        transport.progress();
-        target.pause(rounds++);
-    }
+    if (!await_quiet(target, transport, args, table.header->num_ranks)) return;
     for (u32 q = 0; q < kNumQueues; ++q) target.store_relaxed(&control->tickets[q], 0);
     target.store_relaxed(&control->blocks_out, 0);
     target.store_release(&control->epoch, args.epoch);

@@ -58,7 +58,7 @@ std::string run_cluster(const std::vector<ClusterCall>& calls, const LaunchOptio
                 const Control& c = *heap.controls[r];
                 errors[r] =
                     "rank " + std::to_string(r) + " call " + std::to_string(e + 1) + " aborted";
-                if (c.record.state)
+                if (c.record.state == kRecordWritten)
                     errors[r] += ": queue " + std::to_string(c.record.queue) + " stage " +
                                  std::to_string(c.record.stage) + " chunk " +
                                  std::to_string(c.record.chunk) + " waits for flag " +
@@ -70,6 +70,9 @@ std::string run_cluster(const std::vector<ClusterCall>& calls, const LaunchOptio
             }
         });
     for (std::thread& t : ranks) t.join();
+    for (u32 r = 0; r < num_ranks; ++r)
+        if (heap.controls[r]->abort != heap.controls[0]->abort)
+            return "rank " + std::to_string(r) + " and rank 0 name different origins of the abort";
     for (const std::string& error : errors)
         if (error.find(':') != std::string::npos) return error;
     for (const std::string& error : errors)

@@ -53,7 +53,7 @@ nb::dict error_dict(const ErrorRecord& e) {
     d["chunk"] = e.chunk;
     d["peer"] = e.peer;
     d["slot"] = e.slot;
-    d["state"] = e.state;
+    d["written"] = e.state == kRecordWritten;
     return d;
 }
 

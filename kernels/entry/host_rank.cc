@@ -179,7 +179,9 @@ std::vector<TraceEvent> HostRank::last_trace() const {
 u64 HostRank::abort_word() const { return HostTarget::load_acquire(&heap_.controls[rank_]->abort); }
 
 void HostRank::abort_all(u64 epoch) {
-    const u64 word = epoch << kValueBits | (rank_ + 1);
+    u64* home = &heap_.controls[0]->abort;  // as abort_call in the kernel: one origin for all
+    HostTarget::compare_and_swap(home, 0, epoch << kValueBits | (rank_ + 1));
+    const u64 word = HostTarget::load_acquire(home);
     for (Control* c : heap_.controls) HostTarget::compare_and_swap(&c->abort, 0, word);
 }
 

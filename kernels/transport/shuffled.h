@@ -38,7 +38,7 @@ class ShuffledQueue {
         const Pending p = pending_[k];
         pending_[k] = pending_.back();
         pending_.pop_back();
-        std::memcpy(p.to, p.from, p.bytes);
+        if (p.bytes) std::memcpy(p.to, p.from, p.bytes);
         target.store_release(p.flag, p.stamp);
     }
     bool empty() {
@@ -67,7 +67,7 @@ class ShuffledTransport {
         if (target_.lane() == 0) queue_->add({to, from, bytes, &args_.flags[rank][slot], stamp(1)});
     }
     void signal(u32 rank, u32 slot, u32 value, Tier, u64) const {
-        target_.store_release(&args_.flags[rank][slot], stamp(value));
+        queue_->add({nullptr, nullptr, 0, &args_.flags[rank][slot], stamp(value)});
     }
     bool seen(u32 slot, u32 value) const {
         return target_.load_acquire(&args_.flags[args_.rank][slot]) >= stamp(value);

@@ -1,7 +1,8 @@
 """Memory by position: what lies in a row's place, and whether anybody has read it yet.
 
-The bytes of call e and of call e + 1 are the same places, so that a write that comes too early or a read that
-comes too late is seen. A content is (call, row), the row being (source rank, destination rank, index).
+The bytes of call e and of call e + 1 are the same places, so that a write that comes too early or a
+read that comes too late is seen. A content is (call, row), a row is (source rank, destination rank,
+index).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Region:
         if self.unread[position]:
             raise Fault(
                 "overwrite",
-                f"row {position} of {self.name} held {self.content[position]}, unread; now {content}",
+                f"row {position} of {self.name} held {self.content[position]}, unread: {content}",
             )
         self.content[position] = content
         self.unread[position] = True
@@ -61,7 +62,8 @@ class Heap:
     def __init__(self, rank: int, num_rows: tuple[int, int, int]) -> None:
         self.num_rows = num_rows
         self.regions = [
-            Region(f"{REGION_NAMES[k]} of rank {rank}", num_rows[k]) for k in (SEND, RECEIVING, WINDOW)
+            Region(f"{REGION_NAMES[k]} of rank {rank}", num_rows[k])
+            for k in (SEND, RECEIVING, WINDOW)
         ]
 
     def free(self) -> None:

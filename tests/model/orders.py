@@ -1,4 +1,4 @@
-"""Orders of puts between servers: whole tiles by list or by assignment, and tiles split into parts."""
+"""Orders of puts between servers: whole tiles by list or by assignment, and split tiles."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Put(NamedTuple):
 
 
 def order_by_list(tiles: Tiles, most_rows: int) -> list[Put]:
-    """Event-driven list scheduling; a put carries at most `most_rows`, the rest of its tile comes later."""
+    """Event-driven list; a put carries at most `most_rows`, the rest of its tile comes later."""
     n = len(tiles)
     left = [row[:] for row in tiles]
     sender_free, receiver_free = [0] * n, [0] * n
@@ -28,7 +28,7 @@ def order_by_list(tiles: Tiles, most_rows: int) -> list[Put]:
     now = 0
     while any(map(any, left)):
         row_left = [sum(row) for row in left]
-        column_left = [sum(column) for column in zip(*left)]
+        column_left = [sum(column) for column in zip(*left, strict=True)]
         idle = [
             (max(row_left[a], column_left[b]), left[a][b], -a, -b)
             for a in range(n)

@@ -1,4 +1,4 @@
-"""The rules of the protocol, each of which can be dropped alone to see what goes wrong without it."""
+"""The rules of the protocol; each can be dropped alone, to see what goes wrong without it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ class Rules:
     epoch_in_flags: bool = True  # a flag holds epoch << 16 | value, so that old ones do not count
     wait_at_least: bool = True  # a wait is >=, not ==
     data_before_flag: bool = True
-    flag_per_chunk: bool = True  # dropped: arrivals of a pair are counted, as if they kept their order
+    flag_per_chunk: bool = (
+        True  # dropped: arrivals of a pair are counted, as if they kept their order
+    )
     credit_by_writer: bool = True  # dropped: the slot is the sender's stage number
     zero_row_puts_left_out: bool = True  # on both sides; dropped: only the sender leaves them out
     credit_before_copy: bool = True  # dropped: after the last chunk has been copied onward
@@ -31,15 +33,20 @@ class Rules:
     tickets_reset_by_last: bool = True  # dropped: the first block out resets them
     epoch_always_advances: bool = True  # dropped: not on a rank without items
     records_double_buffered: bool = True
+    records_by_exchange: bool = True  # in turn by exchanges; dropped: by epochs
     growth_waits_for_end: bool = True  # of the previous kernel, on all ranks
     growth_maps_after_all: bool = True  # peers' buffers are looked up once all have replaced theirs
 
     # Claims that hold an item while it waits ('help' discipline).
     help_before_wait: bool = True
-    credit_time_below_put: bool = True  # plan time of a receive item < that of the put it gives way to
+    credit_time_below_put: bool = (
+        True  # plan time of a receive item < that of the put it gives way to
+    )
 
     # Abort.
     abort_to_all: bool = True
+    quiet_has_deadline: bool = True  # the wait for quiet too ends with an abort
+    heap_kept_after_abort: bool = True  # until no rank can write to it any more
     abort_one_origin: bool = True  # the origin is settled in one word of rank 0, then copied to all
 
     # Rings.
