@@ -8,6 +8,11 @@ namespace fastkern {
 // Scale-up: a rank of the same server. Scale-out: a put.
 enum Tier : u32 { kScaleUp, kScaleOut, kNumTiers };
 
+// Rates of the shaped transport, picoseconds per KiB and rank; 0: unlimited.
+struct ShapedRates {
+    u64 ps_per_kib[kNumTiers];
+};
+
 enum RecordState : u32 { kNoRecord, kRecordInWork, kRecordWritten };
 
 // The first wait of a rank that ran out of time. `state` is written last, with release.

@@ -159,7 +159,9 @@ class Picker {
     u32 stage_[kNumQueues];  // where each queue's head was last seen
     u64 last_claimed_ = ~u64{0};
     u64 last_progress_ns_ = 0;  // 0: read the clock at the next idle look
+    u64 last_seen_of_all_ = 0;
     u32 idle_rounds_ = 0;
+    bool looked_ = false;
 
     FASTKERN_DEVICE Item locate(u32 queue, u64 ticket) {
         const Stage* stages = table_.stages + table_.queues[queue].first_stage;
@@ -176,18 +178,33 @@ class Picker {
             last_claimed_ = claimed;
             last_progress_ns_ = now;
             idle_rounds_ = 0;
-        } else if (now - last_progress_ns_ > args_.progress_ns) {
-            give_up(stuck, now - last_progress_ns_);
-            return;
+            looked_ = false;
+        } else if (now - last_progress_ns_ > args_.progress_ns / 2) {
+            if (look_around(now)) give_up(stuck, now);
         }
         target_.pause(idle_rounds_++);
     }
 
-    // The deadline has passed: one record, then every rank is told to leave.
-    FASTKERN_DEVICE void give_up(const Item& stuck, u64 waited_ns) {
+    // Half the deadline has passed without a claim here. Waiting long is no fault while other ranks get
+    // on: the deadline counts from the last change anywhere that two looks half of it apart have seen.
+    FASTKERN_DEVICE bool look_around(u64 now) {
+        const bool expired = now - last_progress_ns_ > args_.progress_ns;
+        if (looked_ && !expired) return false;
+        const u64 seen = transport_.progress_of_all(table_.header->num_ranks);
+        const bool moved = !looked_ || seen != last_seen_of_all_;
+        looked_ = true;
+        last_seen_of_all_ = seen;
+        if (expired && moved) last_progress_ns_ = now - args_.progress_ns / 2;
+        return expired && !moved;
+    }
+
+    FASTKERN_DEVICE void give_up(const Item& stuck, u64 now) {
         ErrorRecord record{};
-        if (can_run(transport_, table_, stuck, &record)) return;  // it came after all
-        record.waited_ns = waited_ns;
+        if (can_run(transport_, table_, stuck, &record) || record.seen >= record.expected) {
+            last_progress_ns_ = now;  // it came after all, or is on its way on a slow link
+            return;
+        }
+        record.waited_ns = now - last_progress_ns_;
         record.queue = stuck.queue;
         record.stage = stuck.stage;
         record.chunk = stuck.chunk;

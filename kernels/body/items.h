@@ -76,6 +76,17 @@ FASTKERN_DEVICE inline bool chunk_touches(const TableView& table, const Item& it
     return false;
 }
 
+// Claims of all ranks in this call: changes while any of them gets on. Reads the peers' words, and only
+// when a deadline is near.
+template <class Target>
+FASTKERN_DEVICE u64 claims_of_all(const Target& target, const KernelArgs& args, u32 num_ranks) {
+    u64 sum = 0;
+    for (u32 r = 0; r < num_ranks; ++r)
+        for (u32 q = 0; q < kNumQueues; ++q)
+            sum += target.load_relaxed(&args.controls[r]->tickets[q]);
+    return sum;
+}
+
 template <class Transport>
 FASTKERN_DEVICE bool check(const Transport& transport, u32 slot, u32 value, u32 writer,
                            ErrorRecord* record) {

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "kernels/body/args.h"
-#include "kernels/transport/shaped.h"
 
 namespace fastkern {
 

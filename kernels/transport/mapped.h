@@ -8,9 +8,10 @@
 //   peek(slot), stamp(value)   for error records
 //   can_send(tier)   would the link take more now?
 //   progress(), quiet()   drive and test what is still on its way
+//   progress_of_all(num_ranks)   a figure that changes while any rank gets on, for deadlines
 #pragma once
 
-#include "kernels/body/args.h"
+#include "kernels/body/items.h"
 
 namespace fastkern {
 
@@ -38,6 +39,9 @@ class MappedTransport {
     FASTKERN_DEVICE u64 stamp(u32 value) const { return args_.epoch << kValueBits | value; }
     FASTKERN_DEVICE bool can_send(Tier) const { return true; }
     FASTKERN_DEVICE void progress() const {}
+    FASTKERN_DEVICE u64 progress_of_all(u32 num_ranks) const {
+        return claims_of_all(target_, args_, num_ranks);
+    }
     FASTKERN_DEVICE bool quiet() const { return true; }
 
   private:

@@ -7,13 +7,9 @@
 // order of arrival.
 #pragma once
 
-#include "kernels/body/args.h"
+#include "kernels/body/items.h"
 
 namespace fastkern {
-
-struct ShapedRates {
-    u64 ps_per_kib[kNumTiers];  // 0: unlimited
-};
 
 template <class Target>
 class ShapedTransport {
@@ -57,6 +53,14 @@ class ShapedTransport {
     }
 
     void progress() const {}
+    u64 progress_of_all(u32 num_ranks) const {
+        const u64 now = target_.now_ns();
+        for (u32 r = 0; r < num_ranks; ++r)  // bytes on a link are progress
+            for (u32 tier = 0; tier < kNumTiers; ++tier)
+                if (target_.load_relaxed(&args_.controls[r]->ingress_free_ns[tier]) > now)
+                    return now;
+        return claims_of_all(target_, args_, num_ranks);
+    }
     bool quiet() const {
         for (u32 tier = 0; tier < kNumTiers; ++tier)
             if (target_.load_relaxed(&args_.controls[args_.rank]->egress_free_ns[tier]) >

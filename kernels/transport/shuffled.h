@@ -9,7 +9,7 @@
 #include <random>
 #include <vector>
 
-#include "kernels/body/args.h"
+#include "kernels/body/items.h"
 
 namespace fastkern {
 
@@ -83,6 +83,7 @@ class ShuffledTransport {
         }
         queue_->deliver_one(target_, false);
     }
+    u64 progress_of_all(u32 num_ranks) const { return claims_of_all(target_, args_, num_ranks); }
     bool quiet() const {
         queue_->deliver_one(target_, true);
         return queue_->empty();

@@ -18,10 +18,12 @@ OrderProblem make_order_problem(u32 servers, u32 gpus_per_server, const std::vec
     while ((total >> p.shift) > (u64{1} << 48)) ++p.shift;
     if (p.shift) p.least_ticks = chunk_slots;
     // alpha as tile rows: a tile of w rows takes w / M rows of time on its rails.
-    const u64 row_ps_per_1024 = std::max<u64>(1, row_bytes * topology.scale_out_cost);
-    const unsigned __int128 alpha = static_cast<unsigned __int128>(topology.alpha_ps) * 1024 *
-                                    gpus_per_server / row_ps_per_1024;
-    p.alpha_ticks = static_cast<u64>(std::min<unsigned __int128>(alpha, u64{1} << 36)) >> p.shift;
+    using wide = unsigned __int128;
+    const wide row_ps_per_1024 =
+        std::max<wide>(1, static_cast<wide>(row_bytes) * topology.scale_out_cost);
+    const wide alpha =
+        static_cast<wide>(topology.alpha_ps) * 1024 * gpus_per_server / row_ps_per_1024;
+    p.alpha_ticks = static_cast<u64>(std::min<wide>(alpha, u64{1} << 36)) >> p.shift;
     return p;
 }
 

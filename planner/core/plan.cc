@@ -141,7 +141,14 @@ void choose_order(Plan* plan, PolicyChoice choice) {
         const u64 close = longest + longest / (n <= 4 ? 256 : 64);
         if (!automatic || n > kMostServersForSplit || best <= close) return;
     }
-    std::vector<Put> split = order_split(problem, plan->options.chunk_slots / 2);
+    std::vector<Put> split;
+    try {
+        split = order_split(problem, plan->options.chunk_slots / 2);
+    } catch (const std::invalid_argument& error) {
+        if (!automatic) throw;
+        plan->why.push_back(error.what());
+        return;
+    }
     const u64 ticks = replay(problem, &split);
     plan->why.push_back("split: " + std::to_string(ticks) + " ticks");
     if (choice == PolicyChoice::kSplit || ticks < best) {
@@ -154,7 +161,9 @@ void choose_order(Plan* plan, PolicyChoice choice) {
 
 Plan make_plan(const i64* matrix, const Topology& topology, u64 row_bytes, PolicyChoice choice,
                const Options& options) {
-    if (row_bytes == 0) throw std::invalid_argument("row_bytes must be at least 1");
+    if (row_bytes == 0 || row_bytes > (u64{1} << 62))
+        throw std::invalid_argument("row_bytes must be 1 to 2^62, not " +
+                                    std::to_string(row_bytes));
     if (options.chunk_bytes == 0) throw std::invalid_argument("chunk_bytes must be at least 1");
     if (options.chunk_slots < 2 || options.chunk_slots > 4096)
         throw std::invalid_argument("chunk_slots must be 2 to 4096, not " +

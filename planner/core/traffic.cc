@@ -57,7 +57,7 @@ Traffic make_traffic(const i64* matrix, const Topology& topology, u64 row_bytes)
             total += t.rows[s * r + d];
             column[d] += t.rows[s * r + d];
         }
-    if (total * row_bytes > kMost) {
+    if (total > kMost / row_bytes) {
         std::vector<unsigned __int128> in(r, 0);
         for (std::size_t s = 0; s < r; ++s) {
             unsigned __int128 out = 0;
@@ -69,7 +69,7 @@ Traffic make_traffic(const i64* matrix, const Topology& topology, u64 row_bytes)
         }
         for (std::size_t d = 0; d < r; ++d)
             check_sum(in[d], row_bytes, "column", static_cast<u32>(d));
-        if (total > kMost || total * row_bytes > kMost)
+        if (total > kMost / row_bytes)
             refuse("traffic: the sum of all entries passes 2^63 - 1 " +
                    std::string(total > kMost ? "rows" : "bytes"));
     }
