@@ -1,11 +1,13 @@
 """fastkern: skew-balanced all-to-all for mixture-of-experts layers over two-tier fabrics."""
 
-from .communicator import CallStats, Communicator
+from .calls import CallStats
+from .communicator import Communicator
 from .errors import (
     AgreementError,
     ClosedError,
     DeadlineError,
     FastkernError,
+    HeapMemoryError,
     PeerLostError,
     WaitRecord,
 )
@@ -22,6 +24,7 @@ __all__ = [
     "Communicator",
     "DeadlineError",
     "FastkernError",
+    "HeapMemoryError",
     "PeerLostError",
     "Transport",
     "WaitRecord",

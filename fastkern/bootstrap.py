@@ -34,14 +34,19 @@ class RankInfo:
     local_world_size: int | None
     process: ProcessIdentity
     agreement: tuple[tuple[str, str], ...]
+    error: Exception | None = None
 
 
-def own_info(agreement: Mapping[str, object], local_world_size: int | None) -> RankInfo:
+def own_info(
+    agreement: Mapping[str, object],
+    local_world_size: int | None,
+    error: Exception | None = None,
+) -> RankInfo:
     """This rank's info."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     host = f"{socket.gethostname()}/{boot.read_text().strip() if boot.exists() else ''}"
     items = tuple((name, repr(value)) for name, value in agreement.items())
-    return RankInfo(host, dist.get_rank(), local_world_size, own_identity(), items)
+    return RankInfo(host, dist.get_rank(), local_world_size, own_identity(), items, error)
 
 
 def gather(value: T, group: Any) -> list[T]:
@@ -53,6 +58,9 @@ def gather(value: T, group: Any) -> list[T]:
 
 def agreement_hash(infos: Sequence[RankInfo]) -> str:
     """A hash of what all ranks share; raises AgreementError, on every rank, where they differ."""
+    for rank, info in enumerate(infos):
+        if info.error is not None:
+            raise type(info.error)(f"rank {rank}: {info.error}")
     first = infos[0].agreement
     for rank, info in enumerate(infos):
         for (name, expected), (_, value) in zip(first, info.agreement, strict=True):
@@ -88,7 +96,7 @@ def detect_servers(infos: Sequence[RankInfo]) -> tuple[int, int]:
 
 def given_servers(servers: int, num_ranks: int) -> tuple[int, int]:
     """(servers, ranks per server) from the caller's number. Raises ValueError."""
-    if not isinstance(servers, int) or servers < 1 or num_ranks % servers:
+    if servers < 1 or num_ranks % servers:
         raise ValueError(f"servers={servers!r} does not divide the group's {num_ranks} ranks")
     return servers, num_ranks // servers
 

@@ -5,22 +5,20 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from . import bootstrap, rounds, transports
-from .config import read_settings
+from . import bootstrap, transports
+from .calls import CallRunner, CallStats
+from .config import Settings, choose_settings
 from .errors import ClosedError, FastkernError
 from .host_runtime import HostRuntime, RuntimeOptions
-from .planner import Plan, Policy, StageTable, Topology, plan
-from .records import OP_ALL_TO_ALL, OP_RESERVE, encode, row_bytes, verdict
+from .planner import Policy, Topology
 from .tensors import RowCall, prepare
 from .transports import Transport
 from .version import __version__
@@ -28,21 +26,6 @@ from .work import Work
 
 log = logging.getLogger("fastkern")
 _numbers = itertools.count()
-
-
-@dataclass(frozen=True)
-class CallStats:
-    """Figures of the last call that ended well on this rank; times in seconds.
-
-    entry_s: until all ranks had entered and their counts were here. plan_s: planning and lowering.
-    grow_s: making a larger heap. kernel_s: the kernel.
-    """
-
-    plan: Plan | None
-    entry_s: float = 0.0
-    plan_s: float = 0.0
-    grow_s: float = 0.0
-    kernel_s: float = 0.0
 
 
 class Communicator:
@@ -53,13 +36,11 @@ class Communicator:
     given.
     transport: "shm", "shaped", or a Transport with figures of its own.
     policy: planner policy. num_blocks: blocks per launch. chunk_bytes: size that puts are cut into.
-    buffer_bytes: staging and window reserved per rank now (a hint: grows when a call needs more;
-    see
-        `buffer_bytes_for`). max_buffer_bytes: the most of it; a call that needs more is done in
-        rounds, each moving a share of every pair's rows.
+    buffer_bytes: staging and window reserved per rank now, a hint: grows when a call needs more
+    (see `buffer_bytes_for`). max_buffer_bytes: the most of it; a call that needs more is done in
+    rounds, each moving a share of every pair's rows.
     entry_timeout_s: how long a call waits for ranks that have not entered it; by default the
-    group's
-        timeout. progress_timeout_s: how long a call that all have entered may stand still.
+    group's timeout. progress_timeout_s: how long a call that all have entered may stand still.
     debug: validate every plan before it runs.
 
     Options not given come from the environment (fastkern.config). Raises AgreementError, ValueError
@@ -82,8 +63,8 @@ class Communicator:
         debug: bool | None = None,
     ) -> None:
         group = dist.group.WORLD if group is None else group
-        settings = read_settings()
         given = {
+            "transport": transport,
             "policy": policy,
             "num_blocks": num_blocks,
             "chunk_bytes": chunk_bytes,
@@ -93,12 +74,16 @@ class Communicator:
             "progress_timeout_s": progress_timeout_s,
             "debug": debug,
         }
-        settings = replace(settings, **{k: v for k, v in given.items() if v is not None})  # type: ignore[arg-type]
-        chosen = settings.transport if transport is None else transport
-        self.transport = transports.by_name(chosen) if isinstance(chosen, str) else chosen
+        settings, error = Settings(), None
         self.rank = dist.get_rank(group)
         self.num_ranks = dist.get_world_size(group)
-        self._settings = settings
+        try:
+            settings = choose_settings(given)
+            if servers is not None:
+                bootstrap.given_servers(servers, self.num_ranks)
+        except (TypeError, ValueError) as failure:
+            error = failure  # the other ranks must learn of it
+        self.transport = transports.resolve(settings.transport)
         agreement = {
             "version": __version__,
             "servers": servers,
@@ -108,7 +93,9 @@ class Communicator:
             "buffer_bytes": settings.buffer_bytes,
             "max_buffer_bytes": settings.max_buffer_bytes,
         }
-        infos = bootstrap.gather(bootstrap.own_info(agreement, settings.local_world_size), group)
+        infos = bootstrap.gather(
+            bootstrap.own_info(agreement, settings.local_world_size, error), group
+        )
         self.agreement_hash = bootstrap.agreement_hash(infos)
         if servers is None:
             num_servers, per_server = bootstrap.detect_servers(infos)
@@ -139,12 +126,13 @@ class Communicator:
                 progress_timeout_s=settings.progress_timeout_s,
             ),
         )
-        self.stats = CallStats(None)
+        self._calls = CallRunner(self._runtime, self.rank, self.topology, settings)
         self._lock = threading.Lock()
         self._running = threading.Lock()  # one call at a time, whoever makes it
         self._pool: ThreadPoolExecutor | None = None
         self._queued = 0
-        self._closed = False
+        self._closed = False  # no new calls
+        self._released = False  # the heap is gone
         self._name = f"fastkern-{next(_numbers)}"
 
     # -- operations ------------------------------------------------------------------------------
@@ -170,9 +158,9 @@ class Communicator:
         call: RowCall | Exception
         try:
             call = prepare(output, input, output_split_sizes, input_split_sizes, self.num_ranks)
-        except (TypeError, ValueError) as error:
-            call = error  # the other ranks must learn of it
-        return self._submit(lambda: self._run(call), async_op)
+        except Exception as error:  # the other ranks must learn of it
+            call = error
+        return self._submit(lambda: self._calls.run(call), async_op)
 
     def barrier(self) -> None:
         """Return when all ranks have called it: an exchange of nothing."""
@@ -181,33 +169,38 @@ class Communicator:
 
     def check(self) -> None:
         """Raise the error that broke this communicator, if one did."""
+        with self._lock:
+            if self._closed:
+                raise ClosedError("the communicator is closed")
         self._runtime.check()
 
     def buffer_bytes_for(self, traffic: Any, row_bytes: int) -> int:
         """Bytes of staging and window per rank that a call with traffic [R, R] needs, exactly."""
-        made = self._plan(np.asarray(traffic), row_bytes)
-        return made.table(self.rank).data_layout().bytes
+        _, table = self._calls.plan(np.asarray(traffic), row_bytes)
+        return table.data_layout().bytes
 
     def reserve(self, num_bytes: int) -> None:
         """Have at least this much staging and window per rank. Collective, with equal sizes."""
+        self._submit(lambda: self._calls.reserve(num_bytes), False)
 
-        def run() -> None:
-            record = encode(OP_RESERVE, num_bytes, self.num_ranks)
-            verdict(self._runtime.exchange(record, "reserve"))
-            self._runtime.reserve(num_bytes)
-
-        self._submit(run, False)
+    @property
+    def stats(self) -> CallStats:
+        """Figures of the last call that ended well on this rank."""
+        return self._calls.stats
 
     # -- life ------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Wait for queued calls, then give the heap back. Not collective; may be repeated."""
-        if self._closed:
-            return
-        self._closed = True
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
         if self._pool is not None:
             self._pool.shutdown(wait=True)
-        self._runtime.close()
+        with self._running:  # a call of another thread ends first
+            self._released = True
+            self._runtime.close()
 
     def __enter__(self) -> Communicator:
         return self
@@ -226,9 +219,9 @@ class Communicator:
 
     def _submit(self, run: Callable[[], None], async_op: bool) -> Work | None:
         """Run now, on this thread, or behind the calls that are queued."""
-        if self._closed:
-            raise ClosedError("the communicator is closed")
         with self._lock:
+            if self._closed:
+                raise ClosedError("the communicator is closed")
             inline = not async_op and self._queued == 0
             if not inline:
                 self._queued += 1
@@ -236,8 +229,7 @@ class Communicator:
                     self._pool = ThreadPoolExecutor(1, thread_name_prefix=self._name)
                 future = self._pool.submit(self._run_queued, run)
         if inline:
-            with self._running:
-                run()
+            self._run(run)
             return None
         work = Work(future)
         if async_op:
@@ -245,73 +237,15 @@ class Communicator:
         work.wait()
         return None
 
+    def _run(self, run: Callable[[], None]) -> None:
+        with self._running:
+            if self._released:
+                raise ClosedError("the communicator is closed")
+            run()
+
     def _run_queued(self, run: Callable[[], None]) -> None:
         try:
-            with self._running:
-                run()
+            self._run(run)
         finally:
             with self._lock:
                 self._queued -= 1
-
-    def _plan(self, traffic: Any, num_bytes: int) -> Plan:
-        settings = self._settings
-        made = plan(
-            traffic,
-            self.topology,
-            num_bytes,
-            settings.policy,  # type: ignore[arg-type]
-            chunk_bytes=settings.chunk_bytes,
-        )
-        if settings.debug:
-            made.validate()
-        return made
-
-    def _run(self, call: RowCall | Exception) -> None:
-        """One call from entry to delivered rows, on the caller's thread or the queue's."""
-        runtime = self._runtime
-        begin = time.perf_counter()
-        records = runtime.exchange(encode(OP_ALL_TO_ALL, call, self.num_ranks), "all_to_all_single")
-        traffic = verdict(records)
-        assert isinstance(call, RowCall)  # else `verdict` has raised
-        entered = time.perf_counter()
-        num_bytes = row_bytes(records)
-        if num_bytes == 0 or not traffic.any():
-            call.finish()
-            self.stats = CallStats(None, entry_s=entered - begin)
-            return
-        made = self._plan(traffic, num_bytes)
-        table = made.table(self.rank)
-        need = table.data_layout().bytes
-        planned = time.perf_counter()
-        if need <= self._settings.max_buffer_bytes:
-            runtime.reserve(need)
-            reserved = time.perf_counter()
-            self._launch(table, call.input, call.target)
-        else:
-            reserved = planned
-            self._run_in_rounds(
-                call, traffic, num_bytes, -(-need // self._settings.max_buffer_bytes)
-            )
-        ended = time.perf_counter()
-        call.finish()
-        self.stats = CallStats(
-            made, entered - begin, planned - entered, reserved - planned, ended - reserved
-        )
-
-    def _launch(self, table: StageTable, source: torch.Tensor, target: torch.Tensor) -> None:
-        self._runtime.launch(table, source.data_ptr(), target.data_ptr(), "all_to_all_single")
-
-    def _run_in_rounds(
-        self, call: RowCall, traffic: rounds.Matrix, num_bytes: int, num_rounds: int
-    ) -> None:
-        """Staging for the whole call would be too large: move a share of it at a time."""
-        source = call.input.reshape(-1).view(torch.uint8).view(-1, num_bytes)
-        target = call.target.reshape(-1).view(torch.uint8).view(-1, num_bytes)
-        for part in rounds.cut(traffic, num_rounds):
-            table = self._plan(part.rows, num_bytes).table(self.rank)
-            self._runtime.reserve(table.data_layout().bytes)
-            received = torch.empty(
-                (int(part.rows[:, self.rank].sum()), num_bytes), dtype=torch.uint8
-            )
-            self._launch(table, rounds.gather(source, self.rank, traffic, part), received)
-            rounds.scatter(target, received, self.rank, traffic, part)

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .planner.api import POLICY_NAMES
+from .transports import Transport, resolve
+
+_MOST = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -26,7 +32,7 @@ class Settings:
     LOCAL_WORLD_SIZE: ranks per server, as launchers set it.
     """
 
-    transport: str = "shm"
+    transport: str | Transport = "shm"
     policy: str = "auto"
     num_blocks: int = 1
     chunk_bytes: int = 128 * 1024
@@ -36,6 +42,29 @@ class Settings:
     progress_timeout_s: float = 30.0
     debug: bool = False
     local_world_size: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ValueError or TypeError naming the setting."""
+        for name, least, most in (
+            ("num_blocks", 1, 1024),
+            ("chunk_bytes", 1, _MOST),
+            ("buffer_bytes", 0, _MOST),
+            ("max_buffer_bytes", 1, _MOST),
+        ):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not hasattr(value, "__index__"):
+                raise TypeError(f"{name} must be a whole number, not {value!r}")
+            if not least <= value <= most:
+                raise ValueError(f"{name} must be {least} to {most}, not {value!r}")
+        for name in ("entry_timeout_s", "progress_timeout_s"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be above 0, not {value!r}")
+        resolve(self.transport)
+        if self.policy not in POLICY_NAMES:
+            raise ValueError(
+                f"policy must be one of {', '.join(POLICY_NAMES)}, not {self.policy!r}"
+            )
 
 
 def _number(name: str, kind: type[int] | type[float], least: float) -> int | float | None:
@@ -66,3 +95,8 @@ def read_settings() -> Settings:
     }
     debug = os.environ.get("FASTKERN_DEBUG", "0") not in ("", "0")
     return Settings(debug=debug, **{k: v for k, v in given.items() if v is not None})  # type: ignore[arg-type]
+
+
+def choose_settings(given: dict[str, Any]) -> Settings:
+    """The environment's settings with those given in code (not None) over them."""
+    return replace(read_settings(), **{k: v for k, v in given.items() if v is not None})

@@ -17,6 +17,10 @@ class ClosedError(FastkernError):
     """The communicator was closed."""
 
 
+class HeapMemoryError(FastkernError, MemoryError):
+    """Too little shared memory for a call; raised on every rank. Smaller calls still work."""
+
+
 class PeerLostError(FastkernError):
     """A rank's process has ended."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,13 @@ from typing import Any, NoReturn
 import numpy as np
 
 from . import bootstrap
-from .errors import DeadlineError, FastkernError, PeerLostError, WaitRecord
+from .errors import (
+    DeadlineError,
+    FastkernError,
+    HeapMemoryError,
+    PeerLostError,
+    WaitRecord,
+)
 from .heap import ProcessIdentity, fresh_name, remove_leftovers
 from .kernels import _host
 from .planner import StageTable, Topology
@@ -60,8 +65,8 @@ class HostRuntime:
         self._generation = 0
         self._broken: Exception | None = None
         self._data: _host.SharedMemory | None = None
-        self._new_data: _host.SharedMemory | None = None  # rank 0: made, not yet mapped by all
         self._record_words = record_words(self.num_ranks)
+        self._progress_ns = int(min(options.progress_timeout_s * 1e9, 2.0**62))
         per_kib = 1024e3  # picoseconds per KiB at 1 GB/s
         shaped = options.transport.shaped
         self._launch_options = _host.LaunchOptions(
@@ -75,7 +80,13 @@ class HostRuntime:
             rank, self.num_ranks, self._slots, self._record_words * 8, self._control
         )
         if options.buffer_bytes:
-            self.reserve(options.buffer_bytes)
+            try:
+                self.reserve(options.buffer_bytes)
+            except FastkernError:
+                raise
+            except BaseException as error:
+                self.fail(error)
+                raise
 
     def _make_control(self, group: Any, topology: Topology) -> _host.SharedMemory:
         """Rank 0 makes the control segment, all map it, rank 0 removes its name."""
@@ -114,65 +125,77 @@ class HostRuntime:
         self.check()
         self.call += 1
         self._host.post_record(self.call, record.view(np.uint8))
-        self._await(
-            lambda: self._host.await_records(self.call, _SLICE_NS),
-            lambda: self._host.missing_records(self.call),
-            f"{op}, call {self.call}: not entered by",
-        )
+        try:
+            self._await(
+                lambda: self._host.await_records(self.call, _SLICE_NS),
+                lambda: self._host.missing_records(self.call),
+                op,
+                "not entered by",
+            )
+        except BaseException as error:  # an interrupt, say: the others have our record, not us
+            self.fail(error)
+            raise
         records: Words = np.empty((self.num_ranks, self._record_words), dtype=np.uint64)
         self._host.read_records(self.call, records.reshape(-1).view(np.uint8))
         return records
 
     def reserve(self, num_bytes: int) -> None:
-        """Have at least this much staging and window per rank; all ranks ask for the same."""
+        """Have at least this much staging and window per rank; all ranks ask for the same.
+
+        Raises HeapMemoryError on every rank where there is not so much; smaller calls still work.
+        """
         if num_bytes <= self.data_bytes:
             return
-        wanted = max(num_bytes, self.data_bytes + self.data_bytes // 2)
-        wanted = -(-wanted // _DATA_ROUND) * _DATA_ROUND
+        wanted = -(-num_bytes // _DATA_ROUND) * _DATA_ROUND
         self._generation += 1
         generation = self._generation
-        # All ranks have entered this call, so no kernel of an earlier one still uses the old
-        # segment.
+        # All ranks have entered this call, so no kernel of an earlier one still uses the old heap:
+        # all let go of it, then rank 0 makes the new one.
+        self._data, self.data_bytes = None, 0
+        self._host.acknowledge(2 * generation - 1)
+        new: _host.SharedMemory | None = None
         if self.rank == 0:
-            self._announce(generation, wanted)
+            self._await_acks(2 * generation - 1)
+            new = self._announce(generation, wanted)
         self._await(
             lambda: self._host.await_mailbox(generation, _SLICE_NS),
             lambda: [0],
-            "growth of the heap: no word from",
+            "growth of the heap",
+            "no word from",
         )
         name, _, status = self._host.mailbox()
         if status:
-            raise MemoryError(
-                f"cannot reserve {wanted} bytes of shared memory for each of "
-                f"{self.num_ranks} ranks: {os.strerror(status)}"
+            raise HeapMemoryError(
+                f"cannot reserve {wanted} bytes of shared memory for each of {self.num_ranks} ranks"
             )
-        data = self._new_data
-        if data is None:
-            try:
-                data = _host.SharedMemory(name, wanted * self.num_ranks, create=False)
-            except RuntimeError as failure:
-                self._host.abort_all(self.epoch)
-                self._break(FastkernError(f"rank {self.rank} cannot map the heap: {failure}"))
-        self._host.map_data(data, wanted)
-        self._data, self._new_data = data, None  # the old mapping goes with its last reference
-        self._host.acknowledge(generation)
+        if new is None:
+            new = _host.SharedMemory(name, wanted * self.num_ranks, create=False)
+        self._host.map_data(new, wanted)
+        self._host.acknowledge(2 * generation)
         if self.rank == 0:
-            self._await(
-                lambda: self._host.await_acks(generation, _SLICE_NS),
-                lambda: self._host.missing_acks(generation),
-                "growth of the heap: not mapped by",
-            )
-            data.unlink()
-        self.data_bytes = wanted
+            self._await_acks(2 * generation)
+            new.unlink()
+        self._data, self.data_bytes = new, wanted
 
-    def _announce(self, generation: int, wanted: int) -> None:
-        name, status = fresh_name(), 0
-        try:
-            self._new_data = _host.SharedMemory(name, wanted * self.num_ranks, create=True)
-        except RuntimeError as failure:
-            log.error("growth of the heap: %s", failure)
-            status = errno.ENOMEM
-        self._host.announce(generation, name, wanted, status)
+    def _await_acks(self, word: int) -> None:
+        self._await(
+            lambda: self._host.await_acks(word, _SLICE_NS),
+            lambda: self._host.missing_acks(word),
+            "growth of the heap",
+            "not mapped by",
+        )
+
+    def _announce(self, generation: int, wanted: int) -> _host.SharedMemory | None:
+        name = fresh_name()
+        made: _host.SharedMemory | None = None
+        if wanted * self.num_ranks < 1 << 62:
+            try:
+                made = _host.SharedMemory(name, wanted * self.num_ranks, create=True)
+            except RuntimeError as failure:
+                log.warning("growth of the heap: %s", failure)
+        status = 0 if made is not None else errno.ENOMEM
+        self._host.announce(generation, name, wanted if made is not None else 0, status)
+        return made
 
     def launch(self, table: StageTable, input_address: int, output_address: int, op: str) -> None:
         """Run the kernel; raises DeadlineError when it was aborted."""
@@ -182,24 +205,32 @@ class HostRuntime:
             input_address,
             output_address,
             self.epoch,
-            int(self._options.progress_timeout_s * 1e9),
+            self._progress_ns,
             self._launch_options,
         )
         if not ended:
-            self._raise_aborted(op)
+            self._raise_aborted(op, self.call)
 
     # -- failures ----------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise what broke this runtime, if anything did."""
+        """Raise what broke this runtime, if anything did, here or at a peer."""
         if self._broken is not None:
             raise FastkernError(f"the communicator is broken: {self._broken}") from self._broken
+        if self._host.abort_word():
+            self._raise_aborted("all_to_all_single", self.call)
+
+    def fail(self, error: BaseException) -> None:
+        """This rank left a call midway: no rank can go on, so all are told."""
+        if self._broken is None:
+            self._broken = FastkernError(f"rank {self.rank} left a call: {error!r}")
+            self._host.abort_all(self.epoch)
 
     def close(self) -> None:
         """Let go of the heap. Peers keep their own mappings."""
         self._broken = self._broken or FastkernError("closed")
         del self._host
-        self._data = self._new_data = None
+        self._data = None
         del self._control
 
     def _break(self, error: Exception) -> NoReturn:
@@ -207,29 +238,32 @@ class HostRuntime:
         raise error
 
     def _await(
-        self, step: Callable[[], str], missing: Callable[[], Sequence[int]], what: str
+        self, step: Callable[[], str], missing: Callable[[], Sequence[int]], op: str, what: str
     ) -> None:
+        """Repeat a bounded wait until it is done, a peer is lost, or the entry deadline passes."""
         end = time.monotonic() + self._options.entry_timeout_s
+        text = f"{op}, call {self.call}: {what} rank"
         while (outcome := step()) != "done":
             if outcome == "aborted":
-                self._raise_aborted(what)
+                # A peer's kernel that gave up was in the call before the one we wait to enter.
+                self._raise_aborted(op, self.call - ("entered" in what))
             ranks = tuple(missing())
             lost = [r for r in ranks if not self._processes[r].alive()]
             if lost and step() != "done":
                 self._host.abort_all(self.epoch)
-                self._break(PeerLostError(f"{what} rank {_listed(lost)}, whose process has ended"))
+                self._break(PeerLostError(f"{text} {_listed(lost)}, whose process has ended"))
             if time.monotonic() > end:
                 self._host.abort_all(self.epoch)
-                text = f"{what} rank {_listed(ranks)} within {self._options.entry_timeout_s:g} s"
-                self._break(DeadlineError(text, missing=ranks))
+                limit = f"within {self._options.entry_timeout_s:g} s"
+                self._break(DeadlineError(f"{text} {_listed(ranks)} {limit}", missing=ranks))
 
-    def _raise_aborted(self, op: str) -> NoReturn:
+    def _raise_aborted(self, op: str, call: int) -> NoReturn:
         origin = (self._host.abort_word() & ((1 << VALUE_BITS) - 1)) - 1
         fields = self._host.error(origin)
         if fields["written"]:
             record = WaitRecord(
                 op=op,
-                call=self.call,
+                call=call,
                 rank=origin,
                 peer=fields["peer"],
                 item=(*QUEUES, "end of its puts")[fields["queue"]],
@@ -240,7 +274,9 @@ class HostRuntime:
                 waited_s=fields["waited_ns"] * 1e-9,
             )
             self._break(DeadlineError(str(record), record))
-        self._break(DeadlineError(f"{op}: rank {origin} gave up waiting for other ranks"))
+        self._break(
+            DeadlineError(f"{op}: rank {origin} gave up waiting for other ranks, or left the call")
+        )
 
 
 def _call_and_value(flag: int) -> tuple[int, int]:

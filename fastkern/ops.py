@@ -14,6 +14,7 @@ from .communicator import Communicator
 from .work import Work
 
 _communicators: weakref.WeakKeyDictionary[Any, Communicator] = weakref.WeakKeyDictionary()
+_creations: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
@@ -25,10 +26,11 @@ def init(group: Any = None, **options: Any) -> Communicator:
     and closes, one made before.
     """
     group = dist.group.WORLD if group is None else group
-    made = Communicator(group, **options)
-    with _lock:
-        old = _communicators.pop(group, None)
-        _communicators[group] = made
+    with _creation_of(group):
+        made = Communicator(group, **options)
+        with _lock:
+            old = _communicators.pop(group, None)
+            _communicators[group] = made
     if old is not None:
         old.close()
     return made
@@ -39,7 +41,18 @@ def communicator_of(group: Any = None) -> Communicator:
     group = dist.group.WORLD if group is None else group
     with _lock:
         found = _communicators.get(group)
-    return found if found is not None else init(group)
+    if found is not None:
+        return found
+    with _creation_of(group):  # of several threads one makes it
+        with _lock:
+            found = _communicators.get(group)
+        return found if found is not None else init(group)
+
+
+def _creation_of(group: Any) -> Any:
+    """The lock that is held while a group's communicator is made."""
+    with _lock:
+        return _creations.setdefault(group, threading.RLock())
 
 
 def all_to_all_single(

@@ -8,7 +8,6 @@ to the same verdict, so an error is raised on all of them before any byte moves.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +25,14 @@ _OP_NAMES = {OP_ALL_TO_ALL: "all_to_all_single", OP_RESERVE: "reserve"}
 _OP, _STATUS, _TEXT_BYTES, _ROW_BYTES, _DTYPE, _SPLITS = 0, 1, 2, 3, 4, 8
 _DTYPE_BYTES = 32
 _TEXT_WORDS = 64
-_STATUS_TYPES: tuple[type[Exception] | None, ...] = (None, ValueError, TypeError)
+_STATUS_TYPES: tuple[type[Exception], ...] = (
+    Exception,  # 0: nothing wrong
+    ValueError,
+    TypeError,
+    MemoryError,
+    RuntimeError,
+)
+_NO_ROWS = (1 << 64) - 1  # row bytes of a rank that has none to measure
 
 
 def record_words(num_ranks: int) -> int:
@@ -39,7 +45,8 @@ def encode(op: int, call: RowCall | Exception | int, num_ranks: int) -> Words:
     words: Words = np.zeros(record_words(num_ranks), dtype=np.uint64)
     words[_OP] = op
     if isinstance(call, Exception):
-        words[_STATUS] = 2 if isinstance(call, TypeError) else 1
+        kinds = [k for k, kind in enumerate(_STATUS_TYPES) if k and isinstance(call, kind)]
+        words[_STATUS] = kinds[0] if kinds else len(_STATUS_TYPES) - 1
         text = str(call).encode()[: 8 * _TEXT_WORDS]
         words[_TEXT_BYTES] = len(text)
         words[_SPLITS + 2 * num_ranks :].view(np.uint8)[: len(text)] = list(text)
@@ -47,7 +54,7 @@ def encode(op: int, call: RowCall | Exception | int, num_ranks: int) -> Words:
     if isinstance(call, int):
         words[_ROW_BYTES] = call
         return words
-    words[_ROW_BYTES] = call.row_bytes
+    words[_ROW_BYTES] = _NO_ROWS if call.row_bytes is None else call.row_bytes
     name = call.dtype.encode()[:_DTYPE_BYTES]
     words[_DTYPE:_SPLITS].view(np.uint8)[: len(name)] = list(name)
     words[_SPLITS : _SPLITS + num_ranks] = call.input_splits
@@ -66,10 +73,11 @@ def verdict(records: Words) -> npt.NDArray[np.int64]:
     if (records[:, _DTYPE:_SPLITS] != records[0, _DTYPE:_SPLITS]).any():
         names = [_bytes(row[_DTYPE:_SPLITS]).decode() for row in records]
         raise TypeError(f"{op}: dtypes differ between ranks: {_by_value(names)}")
-    if (records[:, _ROW_BYTES] != records[0, _ROW_BYTES]).any():
-        widths = [f"{int(k)} bytes" for k in records[:, _ROW_BYTES]]
+    known = np.flatnonzero(records[:, _ROW_BYTES] != np.uint64(_NO_ROWS))
+    if (records[known, _ROW_BYTES] != records[known[:1], _ROW_BYTES]).any():
+        widths = [f"{int(k)} bytes" for k in records[known, _ROW_BYTES]]
         what = "sizes" if int(records[0, _OP]) == OP_RESERVE else "row widths"
-        raise ValueError(f"{op}: {what} differ between ranks: {_by_value(widths)}")
+        raise ValueError(f"{op}: {what} differ between ranks: {_by_value(widths, known.tolist())}")
     sent = records[:, _SPLITS : _SPLITS + num_ranks]
     expected = records[:, _SPLITS + num_ranks : _SPLITS + 2 * num_ranks].T
     if (sent != expected).any():
@@ -84,8 +92,9 @@ def verdict(records: Words) -> npt.NDArray[np.int64]:
 
 
 def row_bytes(records: Words) -> int:
-    """Bytes of a row, once `verdict` has found them equal."""
-    return int(records[0, _ROW_BYTES])
+    """Bytes of a row, once `verdict` has found them equal; 0 where no rank has rows."""
+    known = [int(k) for k in records[:, _ROW_BYTES] if int(k) != _NO_ROWS]
+    return known[0] if known else 0
 
 
 def _refuse_own_errors(records: Words, op: str) -> None:
@@ -97,7 +106,7 @@ def _refuse_own_errors(records: Words, op: str) -> None:
         row = records[rank]
         raw = _bytes(row[-_TEXT_WORDS:])[: int(row[_TEXT_BYTES])]
         texts.append(raw.decode(errors="replace"))
-    kind: Any = _STATUS_TYPES[int(records[bad[0], _STATUS])]
+    kind = _STATUS_TYPES[int(records[bad[0], _STATUS])]
     raise kind(f"{op}: " + _by_value(texts, bad))
 
 

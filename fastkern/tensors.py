@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,25 +14,37 @@ import torch
 class RowCall:
     """One rank's side of a call.
 
-    input: contiguous tensor that the kernel reads. target: contiguous tensor that it writes;
-    `output`, or a stand-in that is copied into it afterwards. input_splits, output_splits: [W]
-    rows.
+    source: contiguous tensor that the kernel reads; target: contiguous tensor that it writes,
+    `output` itself or a stand-in that is copied into it. Both are made by `start`, when the call's
+    turn has come. input_splits, output_splits: [W] rows. row_bytes: None without rows to measure.
     """
 
     input: torch.Tensor
     output: torch.Tensor
-    target: torch.Tensor
     input_splits: list[int]
     output_splits: list[int]
-    row_bytes: int
+    row_bytes: int | None
     dtype: str
+    source: torch.Tensor = field(init=False)
+    target: torch.Tensor = field(init=False)
+
+    def start(self) -> None:
+        """Bring the input into row form; now, so that it sees what earlier calls delivered."""
+        output = self.output
+        with torch.no_grad():
+            self.source = self.input.detach().resolve_conj().resolve_neg().contiguous()
+            direct = output.is_contiguous() and not output.is_conj() and not output.is_neg()
+            self.target = output if direct else torch.empty(output.shape, dtype=output.dtype)
+            if direct and _share_bytes(self.source, output):
+                self.source = self.source.clone()
 
     def finish(self) -> None:
         """Bring the rows where the caller wants them."""
+        inference = self.output.is_inference()
         if self.target is not self.output:
-            with torch.no_grad():
+            with torch.inference_mode() if inference else torch.no_grad():
                 self.output.copy_(self.target)
-        else:
+        elif not inference:
             torch.autograd.graph.increment_version(self.output)
 
 
@@ -53,10 +65,10 @@ def prepare(
         )
     rows_in = _splits("input", input.shape[0], input_splits, num_ranks)
     rows_out = _splits("output", output.shape[0], output_splits, num_ranks)
-    row_bytes = _row_bytes(input)
-    if row_bytes != _row_bytes(output):
+    measured = [_row_bytes(t) for t in (input, output) if t.shape[0]]
+    if len(set(measured)) > 1:
         raise ValueError(
-            f"a row of input {_shape(input)} has {row_bytes} bytes, "
+            f"a row of input {_shape(input)} has {_row_bytes(input)} bytes, "
             f"a row of output {_shape(output)} has {_row_bytes(output)}"
         )
     if _may_overlap_itself(output):
@@ -64,12 +76,8 @@ def prepare(
             f"output {_shape(output)} with strides {list(output.stride())} may hold one element "
             "at several places: it cannot be written"
         )
-    source = input.detach().resolve_conj().resolve_neg().contiguous()
-    direct = output.is_contiguous() and not output.is_conj() and not output.is_neg()
-    target = output if direct else torch.empty(output.shape, dtype=output.dtype)
-    if direct and _share_bytes(source, output):
-        source = source.clone()
-    return RowCall(source, output, target, rows_in, rows_out, row_bytes, dtype_name(input.dtype))
+    row_bytes = measured[0] if measured else None
+    return RowCall(input, output, rows_in, rows_out, row_bytes, dtype_name(input.dtype))
 
 
 def _shape(tensor: torch.Tensor) -> str:
@@ -81,8 +89,8 @@ def _check_tensor(name: str, tensor: Any) -> None:
         raise TypeError(f"{name} must be a tensor, not {type(tensor).__name__}")
     if tensor.device.type != "cpu":
         raise TypeError(f"{name} is on {tensor.device}; only CPU tensors are supported so far")
-    if tensor.layout != torch.strided or tensor.is_quantized:
-        raise TypeError(f"{name} must be a dense tensor, not {tensor.layout}")
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
+        raise TypeError(f"{name} must be a plain dense tensor: not sparse, nested or quantized")
     if tensor.dim() == 0:
         raise ValueError(f"{name} has no dimension to split")
 

@@ -73,9 +73,11 @@ def _checked(transport: Transport) -> Transport:
     return transport
 
 
-def by_name(name: str) -> Transport:
-    """A transport with its default figures. Raises ValueError for an unknown name."""
+def resolve(transport: str | Transport) -> Transport:
+    """A transport, by name with its default figures. Raises ValueError for an unknown name."""
+    if isinstance(transport, Transport):
+        return transport
     makers = {"shm": shm, "shaped": shaped}
-    if name not in makers:
-        raise ValueError(f"transport must be one of {', '.join(makers)}, not {name!r}")
-    return makers[name]()
+    if transport not in makers:
+        raise ValueError(f"transport must be one of {', '.join(makers)}, not {transport!r}")
+    return makers[transport]()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -15,9 +15,8 @@ from .table import StageTable
 
 Policy = Literal["auto", "whole", "split", "direct", "spreadout"]
 
-_POLICY_INDEX = {
-    name: k for k, name in enumerate(("whole", "split", "direct", "spreadout", "auto"))
-}
+POLICY_NAMES = ("whole", "split", "direct", "spreadout", "auto")
+_POLICY_INDEX = {name: k for k, name in enumerate(POLICY_NAMES)}
 assert set(_POLICY_INDEX) == set(get_args(Policy))
 
 DEFAULT_CHUNK_BYTES = 128 * 1024
@@ -77,6 +76,10 @@ class Topology:
             self.scale_up == "mesh",
         )
         object.__setattr__(self, "_core", core)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copied and pickled by its arguments; the quantised costs are made anew."""
+        return type(self), tuple(getattr(self, f.name) for f in fields(self) if f.init)
 
     @property
     def num_ranks(self) -> int:
@@ -234,12 +237,18 @@ def plan(
         raise ValueError(f"policy must be one of {', '.join(_POLICY_INDEX)}, not {policy!r}")
     matrix = traffic
     if not (
-        type(matrix) is np.ndarray and matrix.dtype == np.int64 and matrix.flags.c_contiguous
+        type(matrix) is np.ndarray and matrix.dtype == np.int64 and matrix.flags.carray
     ) or matrix.shape != (topology.num_ranks, topology.num_ranks):
         matrix = _integer_matrix(traffic, topology.num_ranks)
-    core = _core.plan(
-        matrix, topology._core, row_bytes, index, chunk_bytes, chunk_slots, credit_lead
-    )
+    try:
+        core = _core.plan(
+            matrix, topology._core, row_bytes, index, chunk_bytes, chunk_slots, credit_lead
+        )
+    except TypeError:
+        raise ValueError(
+            f"row_bytes, chunk_bytes, chunk_slots and credit_lead must be whole numbers that are "
+            f"not negative: {row_bytes!r}, {chunk_bytes!r}, {chunk_slots!r}, {credit_lead!r}"
+        ) from None
     return Plan(core, topology)
 
 
@@ -252,7 +261,9 @@ def _integer_matrix(traffic: npt.ArrayLike, num_ranks: int) -> npt.NDArray[np.in
         )
     if array.dtype == object:
         _refuse_first(
-            array, np.vectorize(lambda v: not isinstance(v, int), otypes=[bool])(array), "is"
+            array,
+            np.vectorize(lambda v: not isinstance(v, (int, np.integer)), otypes=[bool])(array),
+            "is",
         )
         _refuse_first(array, (array < -(1 << 63)) | (array >= 1 << 63), "does not fit 63 bits:")
     elif array.dtype.kind == "f":
@@ -263,7 +274,7 @@ def _integer_matrix(traffic: npt.ArrayLike, num_ranks: int) -> npt.NDArray[np.in
         _refuse_first(array, array > np.iinfo(np.int64).max, "does not fit 63 bits:")
     elif array.dtype.kind != "i":
         raise ValueError(f"traffic must hold integers, not {array.dtype}")
-    return np.ascontiguousarray(array, dtype=np.int64)
+    return np.require(array, np.int64, ["C_CONTIGUOUS", "ALIGNED", "WRITEABLE"])
 
 
 def _refuse_first(array: npt.NDArray[Any], bad: npt.NDArray[np.bool_], text: str) -> None:

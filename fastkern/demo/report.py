@@ -60,6 +60,8 @@ def print_report(
     _show(console, title, _beside_gloo(results))
     if options.shaped:
         title = f"On links of {_links()}, measured; rows found equal"
+        if results[0].shaped[0].rows < traffic.sum():
+            title += "; a share of the rows, to end in seconds"
         _show(console, title, _shaped(results))
 
 
