@@ -72,8 +72,8 @@ class CallRunner:
         size: int | Exception = num_bytes
         if isinstance(num_bytes, bool) or not hasattr(num_bytes, "__index__"):
             size = TypeError(f"num_bytes must be a whole number, not {num_bytes!r}")
-        elif not 0 <= num_bytes < 1 << 62:
-            size = ValueError(f"num_bytes must be 0 to 2^62, not {num_bytes}")
+        elif not 0 <= num_bytes < 1 << 64:
+            size = ValueError(f"num_bytes must be 0 to 2^64 - 1, not {num_bytes}")
         verdict(self.runtime.exchange(self._encode(OP_RESERVE, size), "reserve"))
         self._guarded(lambda: self.runtime.reserve(num_bytes))
 
@@ -113,7 +113,7 @@ class CallRunner:
             return
         made, table = self.plan(traffic, num_bytes)
         planned = time.perf_counter()
-        need = table.data_layout().bytes
+        need = max(1, table.data_layout().bytes)  # one rank alone needs no staging
         num_rounds = -(-need // self._settings.max_buffer_bytes)
         try:
             if num_rounds == 1:

@@ -82,7 +82,7 @@ class HostRuntime:
         if options.buffer_bytes:
             try:
                 self.reserve(options.buffer_bytes)
-            except FastkernError:
+            except HeapMemoryError:
                 raise
             except BaseException as error:
                 self.fail(error)
@@ -103,15 +103,17 @@ class HostRuntime:
                 segment = _host.SharedMemory(name, num_bytes, create=True)
             except RuntimeError as failure:
                 error = str(failure)
-        name, error = bootstrap.gather((name, error), group)[0]
-        if not error and self.rank != 0:
-            try:
-                segment = _host.SharedMemory(name, num_bytes, create=False)
-            except RuntimeError as failure:
-                error = str(failure)
-        errors = bootstrap.gather(error, group)
-        if segment is not None:
-            segment.unlink()
+        try:
+            name, error = bootstrap.gather((name, error), group)[0]
+            if not error and self.rank != 0:
+                try:
+                    segment = _host.SharedMemory(name, num_bytes, create=False)
+                except RuntimeError as failure:
+                    error = str(failure)
+            errors = bootstrap.gather(error, group)
+        finally:
+            if segment is not None:
+                segment.unlink()
         for rank, text in enumerate(errors):
             if text:
                 raise FastkernError(f"rank {rank} cannot map the heap's control part: {text}")
@@ -169,12 +171,18 @@ class HostRuntime:
                 f"cannot reserve {wanted} bytes of shared memory for each of {self.num_ranks} ranks"
             )
         if new is None:
-            new = _host.SharedMemory(name, wanted * self.num_ranks, create=False)
+            try:
+                new = _host.SharedMemory(name, wanted * self.num_ranks, create=False)
+            except RuntimeError as failure:
+                text = f"rank {self.rank} cannot map the heap: {failure}"
+                raise FastkernError(text) from failure
         self._host.map_data(new, wanted)
         self._host.acknowledge(2 * generation)
         if self.rank == 0:
-            self._await_acks(2 * generation)
-            new.unlink()
+            try:
+                self._await_acks(2 * generation)
+            finally:
+                new.unlink()
         self._data, self.data_bytes = new, wanted
 
     def _await_acks(self, word: int) -> None:
@@ -245,6 +253,10 @@ class HostRuntime:
         text = f"{op}, call {self.call}: {what} rank"
         while (outcome := step()) != "done":
             if outcome == "aborted":
+                origin, record = self._abort_origin()
+                if record is None and (ranks := tuple(missing())):
+                    why = f"{text} {_listed(ranks)}; rank {origin} gave up waiting, or left"
+                    self._break(DeadlineError(why, missing=ranks))
                 # A peer's kernel that gave up was in the call before the one we wait to enter.
                 self._raise_aborted(op, self.call - ("entered" in what))
             ranks = tuple(missing())
@@ -257,10 +269,15 @@ class HostRuntime:
                 limit = f"within {self._options.entry_timeout_s:g} s"
                 self._break(DeadlineError(f"{text} {_listed(ranks)} {limit}", missing=ranks))
 
-    def _raise_aborted(self, op: str, call: int) -> NoReturn:
+    def _abort_origin(self) -> tuple[int, dict[str, Any] | None]:
+        """Who aborted, and the record of its kernel if it was that which gave up."""
         origin = (self._host.abort_word() & ((1 << VALUE_BITS) - 1)) - 1
-        fields = self._host.error(origin)
-        if fields["written"]:
+        fields: dict[str, Any] = self._host.error(origin)
+        return origin, fields if fields["written"] else None
+
+    def _raise_aborted(self, op: str, call: int) -> NoReturn:
+        origin, fields = self._abort_origin()
+        if fields is not None:
             record = WaitRecord(
                 op=op,
                 call=call,
