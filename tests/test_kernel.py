@@ -171,8 +171,9 @@ def test_a_missing_rank_ends_in_a_record_and_not_in_a_hang() -> None:
     made = plan(traffic, Topology(2, 2), 8, "whole")
     inputs = random_inputs(traffic, 8, np.random.default_rng(0))
     tables = [made.table(r) for r in range(4)]
-    # Rank 3 sleeps longer than the others' deadline. They give up at nearly the same moment, and must
-    # name one origin (run_cluster compares). What it waits for is rank 3, or a rank that waits for it.
+    # Rank 3 sleeps longer than the others' deadline. They give up at nearly the same moment, and
+    # must name one origin (run_cluster compares). What it waits for is rank 3, or a rank that waits
+    # for it.
     blamed = 0
     for _ in range(10):
         outputs = [np.zeros(20 * 8, dtype=np.uint8) for _ in range(4)]
