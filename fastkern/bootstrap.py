@@ -96,6 +96,8 @@ def detect_servers(infos: Sequence[RankInfo]) -> tuple[int, int]:
 
 def given_servers(servers: int, num_ranks: int) -> tuple[int, int]:
     """(servers, ranks per server) from the caller's number. Raises ValueError."""
+    if isinstance(servers, bool) or not hasattr(servers, "__index__"):
+        raise TypeError(f"servers must be a whole number, not {servers!r}")
     if servers < 1 or num_ranks % servers:
         raise ValueError(f"servers={servers!r} does not divide the group's {num_ranks} ranks")
     return servers, num_ranks // servers

@@ -255,19 +255,26 @@ class HostRuntime:
             if outcome == "aborted":
                 origin, record = self._abort_origin()
                 if record is None and (ranks := tuple(missing())):
+                    self._break_if_lost(ranks, text)
                     why = f"{text} {_listed(ranks)}; rank {origin} gave up waiting, or left"
                     self._break(DeadlineError(why, missing=ranks))
                 # A peer's kernel that gave up was in the call before the one we wait to enter.
                 self._raise_aborted(op, self.call - ("entered" in what))
             ranks = tuple(missing())
-            lost = [r for r in ranks if not self._processes[r].alive()]
-            if lost and step() != "done":
-                self._host.abort_all(self.epoch)
-                self._break(PeerLostError(f"{text} {_listed(lost)}, whose process has ended"))
+            if self._lost(ranks) and step() != "done":
+                self._break_if_lost(ranks, text)
             if time.monotonic() > end:
                 self._host.abort_all(self.epoch)
                 limit = f"within {self._options.entry_timeout_s:g} s"
                 self._break(DeadlineError(f"{text} {_listed(ranks)} {limit}", missing=ranks))
+
+    def _lost(self, ranks: Sequence[int]) -> list[int]:
+        return [r for r in ranks if not self._processes[r].alive()]
+
+    def _break_if_lost(self, ranks: Sequence[int], text: str) -> None:
+        if lost := self._lost(ranks):
+            self._host.abort_all(self.epoch)
+            self._break(PeerLostError(f"{text} {_listed(lost)}, whose process has ended"))
 
     def _abort_origin(self) -> tuple[int, dict[str, Any] | None]:
         """Who aborted, and the record of its kernel if it was that which gave up."""

@@ -259,7 +259,7 @@ def test_a_failed_rank_ends_all(how: str, text: str) -> None:
     before = set(active_children())  # the pools of other tests may stand
     begin = time.monotonic()
     with pytest.raises(DemoError, match=text):
-        run_ranks(3, _rank_that_fails, (how,), timeout_s=60)
+        run_ranks(2, _rank_that_fails, (how,), timeout_s=60)
     assert time.monotonic() - begin < 40
     assert set(active_children()) <= before
 
@@ -316,7 +316,7 @@ def test_demo_end_to_end() -> None:
 
 
 def test_demo_fails_on_one_line() -> None:
-    ended = command("demo", *TINY, FASTKERN_CHUNK_BYTES="many")
+    ended = command("demo", *TINY, "--ranks-per-server", "1", FASTKERN_CHUNK_BYTES="many")
     assert ended.returncode == 1
     assert ended.stderr.startswith("fastkern demo: FAILED: rank ")
     assert "FASTKERN_CHUNK_BYTES='many' is not a number" in ended.stderr

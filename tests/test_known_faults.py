@@ -8,6 +8,7 @@ test_known_faults_flags.py.
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -137,7 +138,8 @@ def rows_for(call: int, traffic: list[list[int]], dst: int) -> list[list[int]]:
 
 def silent_rank(rank: int, num_ranks: int, policy: str) -> int:
     """100 times four matrices; how many calls this rank entered."""
-    with Communicator(servers=2, policy=policy, entry_timeout_s=20) as comm:  # type: ignore[arg-type]
+    options: dict[str, Any] = {"servers": 2, "policy": policy, "entry_timeout_s": 20}
+    with Communicator(**options) as comm:
         call = 0
         for _ in range(100):
             for traffic in (RAMP, RAMP_T, [[0] * 4] * 4, DENSE):

@@ -185,8 +185,8 @@ class Picker {
         target_.pause(idle_rounds_++);
     }
 
-    // Half the deadline has passed without a claim here. Waiting long is no fault while other ranks get
-    // on: the deadline counts from the last change anywhere that two looks half of it apart have seen.
+    // Half the deadline has passed without a claim here. Waiting long is no fault while other ranks
+    // get on: the deadline counts from the last change anywhere, seen by looks half of it apart.
     FASTKERN_DEVICE bool look_around(u64 now) {
         const bool expired = now - last_progress_ns_ > args_.progress_ns;
         if (looked_ && !expired) return false;

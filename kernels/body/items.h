@@ -76,8 +76,8 @@ FASTKERN_DEVICE inline bool chunk_touches(const TableView& table, const Item& it
     return false;
 }
 
-// Claims of all ranks in this call: changes while any of them gets on. Reads the peers' words, and only
-// when a deadline is near.
+// Claims of all ranks in this call: changes while any of them gets on. Reads the peers' words, and
+// only when a deadline is near.
 template <class Target>
 FASTKERN_DEVICE u64 claims_of_all(const Target& target, const KernelArgs& args, u32 num_ranks) {
     u64 sum = 0;
