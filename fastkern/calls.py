@@ -67,6 +67,10 @@ class CallRunner:
         self._last = (np.array(traffic), num_bytes, made, table)
         return made, table
 
+    def forget_plan(self) -> None:
+        """Have the next call planned, whatever the last one was."""
+        self._last = None
+
     def reserve(self, num_bytes: int) -> None:
         """Grow the heap, all ranks to the same size."""
         size: int | Exception = num_bytes

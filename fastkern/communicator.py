@@ -183,6 +183,10 @@ class Communicator:
         """Have at least this much staging and window per rank. Collective, with equal sizes."""
         self._submit(lambda: self._calls.reserve(num_bytes), False)
 
+    def forget_plan(self) -> None:
+        """Plan the next call anew, even if it is equal to the last; for measurements."""
+        self._calls.forget_plan()
+
     @property
     def stats(self) -> CallStats:
         """Figures of the last call that ended well on this rank."""

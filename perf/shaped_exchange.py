@@ -52,6 +52,7 @@ def measure(
                 comm.reserve(need)
                 times = []
                 for repeat in range(o.repeats + 1):
+                    comm.forget_plan()
                     comm.barrier()
                     begin = time.monotonic()
                     comm.all_to_all_single(target, source, rows_out, rows_in)
