@@ -70,16 +70,22 @@ FASTKERN_DEVICE void abort_call(const Target& target, const KernelArgs& args, u3
 template <class Target, class Transport>
 FASTKERN_DEVICE bool await_quiet(const Target& target, const Transport& transport,
                                  const KernelArgs& args, u32 num_ranks) {
-    const u64 begin_ns = target.now_ns();
+    u64 last_progress_ns = target.now_ns();
+    u64 last_seen = 0;
     for (u32 rounds = 0; !transport.quiet(); ++rounds) {
         if (target.load_acquire(&args.controls[args.rank]->abort) != 0) return false;
-        const u64 waited_ns = target.now_ns() - begin_ns;
-        if (waited_ns > args.progress_ns) {
-            ErrorRecord record{};
-            record.waited_ns = waited_ns;
-            record.queue = kNumQueues;
-            record.peer = args.rank;
-            abort_call(target, args, num_ranks, record);
+        const u64 now = target.now_ns();
+        if (now - last_progress_ns > args.progress_ns) {
+            const u64 seen = transport.progress_of_all(num_ranks);  // a slow link is no stall
+            if (seen == last_seen) {
+                ErrorRecord record{};
+                record.waited_ns = now - last_progress_ns;
+                record.queue = kNumQueues;
+                record.peer = args.rank;
+                abort_call(target, args, num_ranks, record);
+            }
+            last_seen = seen;
+            last_progress_ns = now;
         }
         transport.progress();
         target.pause(rounds);
