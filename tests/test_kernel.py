@@ -171,9 +171,8 @@ def test_a_missing_rank_ends_in_a_record_and_not_in_a_hang() -> None:
     made = plan(traffic, Topology(2, 2), 8, "whole")
     inputs = random_inputs(traffic, 8, np.random.default_rng(0))
     tables = [made.table(r) for r in range(4)]
-    # Rank 3 sleeps longer than the others' deadline. They give up at nearly the same moment, and
-    # must name one origin (run_cluster compares). What it waits for is rank 3, or a rank that waits
-    # for it.
+    # Rank 3 sleeps longer than the others' deadline. What they wait for is rank 3, or a rank that
+    # waits for it. That all name one origin is compared too; test_abort_origin.py forces the race.
     blamed = 0
     for _ in range(10):
         outputs = [np.zeros(20 * 8, dtype=np.uint8) for _ in range(4)]
@@ -187,6 +186,22 @@ def test_a_missing_rank_ends_in_a_record_and_not_in_a_hang() -> None:
         assert "waits for flag" in error
         blamed += "of rank 3" in error
     assert blamed
+
+
+def test_a_slow_link_is_no_stall() -> None:
+    """Rows cross for longer than the deadline, others wait behind them: nobody gives up."""
+    traffic = np.zeros((3, 3), dtype=np.int64)
+    traffic[0, 2], traffic[1, 2] = 2, 1
+    made = plan(traffic, Topology(3, 1), 16 * 1024, "whole", chunk_bytes=16 * 1024)
+    inputs = random_inputs(traffic, 16 * 1024, np.random.default_rng(0))
+    outputs = [np.zeros(rows * 16 * 1024, dtype=np.uint8) for rows in traffic.sum(axis=0)]
+    tables = [made.table(r).bytes for r in range(3)]
+    # A row takes 160 ms on the link; the deadline is 50 ms.
+    slow = _host.LaunchOptions(transport="shaped", scale_out_ps_per_kib=10_000_000_000)
+    call = (tables, [i.reshape(-1) for i in inputs], outputs, [])
+    assert _host.run_cluster([call], slow, 50_000_000) == ""
+    expected = reference_all_to_all(traffic, inputs)
+    assert_same([o.reshape(-1, 16 * 1024) for o in outputs], expected, "slow link")
 
 
 def test_a_corrupt_table_is_noticed() -> None:
