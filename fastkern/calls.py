@@ -79,7 +79,7 @@ class CallRunner:
         elif not 0 <= num_bytes < 1 << 64:
             size = ValueError(f"num_bytes must be 0 to 2^64 - 1, not {num_bytes}")
         verdict(self.runtime.exchange(self._encode(OP_RESERVE, size), "reserve"))
-        self._guarded(lambda: self.runtime.reserve(num_bytes))
+        self.runtime.guarded(lambda: self.runtime.reserve(num_bytes))
 
     def run(self, call: RowCall | Exception) -> None:
         """An all-to-all: `call`, or what was wrong with this rank's arguments."""
@@ -93,20 +93,10 @@ class CallRunner:
         traffic = verdict(records)
         assert isinstance(call, RowCall)  # else `verdict` has raised
         good, entered = call, time.perf_counter()
-        self._guarded(lambda: self._move(good, traffic, row_bytes(records), begin, entered))
+        self.runtime.guarded(lambda: self._move(good, traffic, row_bytes(records), begin, entered))
 
     def _encode(self, op: int, what: RowCall | Exception | int) -> Any:
         return encode(op, what, self._topology.num_ranks)
-
-    def _guarded(self, body: Any) -> None:
-        """Errors that all ranks meet alike pass; any other means that this rank leaves alone."""
-        try:
-            body()
-        except (HeapMemoryError, ValueError):
-            raise
-        except BaseException as error:
-            self.runtime.fail(error)
-            raise
 
     def _move(
         self, call: RowCall, traffic: Matrix, num_bytes: int, begin: float, entered: float

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import logging
+import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +19,11 @@ from .calls import CallRunner, CallStats
 from .config import Settings, choose_settings
 from .errors import ClosedError, FastkernError
 from .host_runtime import HostRuntime, RuntimeOptions
+from .moe import exchanges
+from .moe import ops as moe_ops
+from .moe.counts import RouteCounts
+from .moe.handle import Handle
+from .moe.runner import MoeRunner
 from .planner import Policy, Topology
 from .tensors import RowCall, prepare
 from .transports import Transport
@@ -25,6 +31,9 @@ from .version import __version__
 from .work import Work
 
 log = logging.getLogger("fastkern")
+
+T = TypeVar("T")
+Dispatched = tuple[torch.Tensor | list[torch.Tensor], torch.Tensor | None, torch.Tensor, Handle]
 _numbers = itertools.count()
 
 
@@ -127,6 +136,10 @@ class Communicator:
             ),
         )
         self._calls = CallRunner(self._runtime, self.rank, self.topology, settings)
+        self.moe = MoeRunner(
+            self._runtime, self.rank, self.topology, settings, secrets.randbits(63)
+        )
+        self.exchange_number = exchanges.register(self)
         self._lock = threading.Lock()
         self._running = threading.Lock()  # one call at a time, whoever makes it
         self._pool: ThreadPoolExecutor | None = None
@@ -161,6 +174,86 @@ class Communicator:
         except Exception as error:  # the other ranks must learn of it
             call = error
         return self._submit(lambda: self._calls.run(call), async_op)
+
+    def dispatch(
+        self,
+        x: torch.Tensor | Sequence[torch.Tensor],
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        *,
+        num_experts: int | None = None,
+        expert_to_rank: Sequence[int] | None = None,
+        layout: str = "expert",
+        expert_alignment: int = 1,
+        zero_padding: bool = False,
+        num_max_tokens_per_rank: int | None = None,
+        host_counts: bool = True,
+        counts: RouteCounts | None = None,
+        handle: Handle | None = None,
+        out: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    ) -> Dispatched:
+        """Send each token to the ranks of its experts, once to each server.
+
+        x: [T, ...], or several tensors of T tokens (values, scales, ids), any dtypes.
+        topk_idx: [T, K] int32 or int64, K up to 32; -1 for no choice, an expert as often as one
+        likes. topk_weights: [T, K] float32 or float64; where topk_idx is -1 they do not count.
+        num_experts: E. expert_to_rank: [E] their ranks; by default neighbours together, see
+        fastkern.moe.placement. layout: "expert": a row for each choice, ordered by expert, source
+        rank, token and choice; "rank": a row for each token, ordered by source rank and token.
+        expert_alignment: each expert's rows are padded to a multiple of it, with zeros where
+        zero_padding says so. num_max_tokens_per_rank: makes the number of rows the worst case for
+        up to so many tokens, which is known beforehand. host_counts: False: no counts on the host.
+        counts: those of all ranks, if the caller has them; spares their exchange. handle: routing
+        and plan of an earlier call; x may have other rows. out: where to receive into.
+
+        Returns recv_x [rows, ...] (a list if x is one), recv_topk_weights ([rows]; rank layout
+        [rows, K], 0 for choices elsewhere; None without topk_weights), tokens_per_expert (int64
+        [own experts], without padding) and the handle, which in the rank layout has recv_topk_idx.
+
+        Can be differentiated in x and topk_weights; every rank must then take part in backward.
+        Raises ValueError or TypeError, the same on every rank and before any byte moves.
+        """
+        return moe_ops.dispatch(
+            self,
+            x,
+            topk_idx,
+            topk_weights,
+            num_experts=num_experts,
+            expert_to_rank=expert_to_rank,
+            layout=layout,
+            expert_alignment=expert_alignment,
+            zero_padding=zero_padding,
+            num_max_tokens_per_rank=num_max_tokens_per_rank,
+            host_counts=host_counts,
+            counts=counts,
+            handle=handle,
+            out=out,
+        )
+
+    def combine(
+        self,
+        expert_out: torch.Tensor,
+        handle: Handle,
+        weights: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        wire_dtype: torch.dtype | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Bring expert outputs back to their tokens, summed on the way: [T, ...].
+
+        expert_out: [rows, ...] of float64, float32, bfloat16 or float16, with the rows of the
+        handle's recv_x; rows may be of any width. weights: [rows], multiplied in where given, and
+        only there. bias: [T, ...] or [...], added last. wire_dtype: of sums between servers,
+        expert_out's dtype (then each remote server's sum is rounded once) or float32.
+
+        Sums are float32 (float64 for float64): per rank over choices in top-k order, per server
+        over its ranks, then over servers, all in order; one rounding at the end. The result is the
+        same bit by bit for any chunk size, number of blocks and transport. A token without choices
+        gives exactly 0 (and the bias).
+
+        Can be differentiated in expert_out, weights and bias. Raises as `dispatch` does.
+        """
+        return moe_ops.combine(self, expert_out, handle, weights, bias, wire_dtype, out)
 
     def barrier(self) -> None:
         """Return when all ranks have called it: an exchange of nothing."""
@@ -220,6 +313,12 @@ class Communicator:
         )
 
     # -- inside ----------------------------------------------------------------------------------
+
+    def submit(self, run: Callable[[], T]) -> T:
+        """Run when the calls that are queued have ended; for the operations built on this class."""
+        results: list[T] = []
+        self._submit(lambda: results.append(run()), False)
+        return results[0]
 
     def _submit(self, run: Callable[[], None], async_op: bool) -> Work | None:
         """Run now, on this thread, or behind the calls that are queued."""

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
@@ -28,6 +28,8 @@ from .records import Words, record_words
 from .transports import Transport
 
 log = logging.getLogger("fastkern")
+
+T = TypeVar("T")
 
 _SLICE_NS = 200_000_000  # between looks at whether the peers still live
 _DATA_ROUND = 2 << 20
@@ -63,6 +65,7 @@ class HostRuntime:
         self._processes = processes
         self._options = options
         self._generation = 0
+        self._op = "all_to_all_single"  # of the last launch
         self._broken: Exception | None = None
         self._data: _host.SharedMemory | None = None
         self._record_words = record_words(self.num_ranks)
@@ -123,7 +126,7 @@ class HostRuntime:
     # -- one call, step by step --------------------------------------------------------------------
 
     def exchange(self, record: Words, op: str) -> Words:
-        """Enter the next call and return all ranks' records [R, words]."""
+        """Enter the next call and return all ranks' records [R, words], as long as this one's."""
         self.check()
         self.call += 1
         self._host.post_record(self.call, record.view(np.uint8))
@@ -137,7 +140,7 @@ class HostRuntime:
         except BaseException as error:  # an interrupt, say: the others have our record, not us
             self.fail(error)
             raise
-        records: Words = np.empty((self.num_ranks, self._record_words), dtype=np.uint64)
+        records: Words = np.empty((self.num_ranks, len(record)), dtype=np.uint64)
         self._host.read_records(self.call, records.reshape(-1).view(np.uint8))
         return records
 
@@ -208,6 +211,7 @@ class HostRuntime:
     def launch(self, table: StageTable, input_address: int, output_address: int, op: str) -> None:
         """Run the kernel; raises DeadlineError when it was aborted."""
         self.epoch += 1
+        self._op = op
         ended = self._host.launch(
             table.bytes,
             input_address,
@@ -219,6 +223,26 @@ class HostRuntime:
         if not ended:
             self._raise_aborted(op, self.call)
 
+    def launch_moe(self, table: StageTable, arguments: _host.MoeArgs, op: str) -> None:
+        """Run the kernel of a dispatch or combine, as `launch`."""
+        self.epoch += 1
+        self._op = op
+        ended = self._host.launch_moe(
+            table.bytes, arguments, self.epoch, self._progress_ns, self._launch_options
+        )
+        if not ended:
+            self._raise_aborted(op, self.call)
+
+    def guarded(self, body: Callable[[], T]) -> T:
+        """Errors that all ranks meet alike pass; any other means that this rank leaves alone."""
+        try:
+            return body()
+        except (HeapMemoryError, ValueError):
+            raise
+        except BaseException as error:
+            self.fail(error)
+            raise
+
     # -- failures ----------------------------------------------------------------------------------
 
     def check(self) -> None:
@@ -226,7 +250,7 @@ class HostRuntime:
         if self._broken is not None:
             raise FastkernError(f"the communicator is broken: {self._broken}") from self._broken
         if self._host.abort_word():
-            self._raise_aborted("all_to_all_single", self.call)
+            self._raise_aborted(self._op, self.call)
 
     def fail(self, error: BaseException) -> None:
         """This rank left a call midway: no rank can go on, so all are told."""

@@ -35,7 +35,7 @@ class RowCall:
             self.source = self.input.detach().resolve_conj().resolve_neg().contiguous()
             direct = output.is_contiguous() and not output.is_conj() and not output.is_neg()
             self.target = output if direct else torch.empty(output.shape, dtype=output.dtype)
-            if direct and _share_bytes(self.source, output):
+            if direct and shares_bytes(self.source, output):
                 self.source = self.source.clone()
 
     def finish(self) -> None:
@@ -138,7 +138,7 @@ def _may_overlap_itself(tensor: torch.Tensor) -> bool:
     return False
 
 
-def _share_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+def shares_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     a_end = a.data_ptr() + a.numel() * a.element_size()
     b_end = b.data_ptr() + b.numel() * b.element_size()
     return a.data_ptr() < b_end and b.data_ptr() < a_end

@@ -206,6 +206,80 @@ class Plan:
             )
 
 
+class MoePlan(Plan):
+    """The plan of a dispatch, and of the combine that follows it; see `plan_moe`."""
+
+    __slots__ = ()
+
+    def combine_table(
+        self,
+        rank: int,
+        row_bytes: int,
+        partial_row_bytes: int,
+        num_partials: int,
+        num_tokens: int,
+    ) -> StageTable:
+        """This rank's table of the combine: the same plan transposed.
+
+        row_bytes: of a row between servers. partial_row_bytes: of a rank's sum inside a server.
+        num_partials: the most partial rows that any proxy gave out in the dispatch. num_tokens: of
+        this rank.
+        """
+        self._check_rank(rank)
+        return StageTable(
+            self._core.combine_table_bytes(
+                rank, row_bytes, partial_row_bytes, num_partials, num_tokens
+            )
+        )
+
+    def staging_rows_of(self, rank: int) -> tuple[int, int]:
+        """Rows that a rank puts, and that it gets, over scale-out."""
+        self._check_rank(rank)
+        return tuple(self._core.staging_rows_of(rank))
+
+    def packed_rows_of(self, rank: int) -> int:
+        """Rows that a rank hands to other ranks of its server for the way out."""
+        self._check_rank(rank)
+        return int(self._core.packed_rows_of(rank))
+
+
+def plan_moe(
+    to_server: npt.NDArray[np.int64],
+    to_rank: npt.NDArray[np.int64],
+    topology: Topology,
+    row_bytes: int,
+    policy: Policy = "auto",
+    *,
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    chunk_slots: int = DEFAULT_CHUNK_SLOTS,
+    credit_lead: int = DEFAULT_CREDIT_LEAD,
+) -> MoePlan:
+    """Plan a dispatch: tokens that cross once to each server, on any rail.
+
+    to_server: int64 [R, N], the distinct tokens of each rank for each server. to_rank: int64
+    [R, R], for each rank. row_bytes: of a row with its header. Others as in `plan`; "direct" and
+    "spreadout" leave each row on its owner's rail. Raises ValueError where the counts cannot be.
+    """
+    core = _core.plan_moe(
+        np.ascontiguousarray(to_server, dtype=np.int64),
+        np.ascontiguousarray(to_rank, dtype=np.int64),
+        topology._core,
+        row_bytes,
+        _policy_index(policy),
+        chunk_bytes,
+        chunk_slots,
+        credit_lead,
+    )
+    return MoePlan(core, topology)
+
+
+def _policy_index(policy: str) -> int:
+    index = _POLICY_INDEX.get(policy)
+    if index is None:
+        raise ValueError(f"policy must be one of {', '.join(_POLICY_INDEX)}, not {policy!r}")
+    return index
+
+
 def plan(
     traffic: npt.ArrayLike,
     topology: Topology,
@@ -232,9 +306,7 @@ def plan(
     2^63 - 1. A float matrix is accepted only where every entry is a whole number below 2^53;
     nothing is ever scaled or rounded.
     """
-    index = _POLICY_INDEX.get(policy)
-    if index is None:
-        raise ValueError(f"policy must be one of {', '.join(_POLICY_INDEX)}, not {policy!r}")
+    index = _policy_index(policy)
     matrix = traffic
     if not (
         type(matrix) is np.ndarray and matrix.dtype == np.int64 and matrix.flags.carray

@@ -1,7 +1,7 @@
 // The stage table: the only definition of the bytes that the planner writes and every kernel reads.
 //
 // One little-endian block per rank: Header, then arrays of fixed-size records in this order:
-//   Queue[6], Post[], Stage[], Stream[], Segment[], Link[]
+//   Queue[8], Post[], Stage[], Stream[], Segment[], Link[]
 // Chunks are never listed. Item k of a stage is chunk k / num_streams of stream
 // first_stream + k % num_streams, and chunk c of a stream covers its rows
 // [c * chunk_rows, min((c + 1) * chunk_rows, num_rows)); an item past the end of its stream is
@@ -19,47 +19,59 @@ using u32 = unsigned int;
 using u64 = unsigned long long;
 
 constexpr u32 kTableMagic = 0x54534b46;  // "FKST"
-constexpr u32 kTableVersion = 1;
+constexpr u32 kTableVersion = 2;
 constexpr u32 kNoSlot = 0xffffffffu;  // "no flag": no gate, or no credit to post
 constexpr u32 kValueBits = 16;        // a flag holds epoch << kValueBits | value, value >= 1
 constexpr u32 kMaxValue = (1u << kValueBits) - 1;
 
+// What a table is for. Dispatch is the all-to-all of a token's copies, one per server; combine is
+// the same plan transposed, with sums on the way. What differs is said at each queue.
+enum OpKind : u32 { kAllToAll, kDispatch, kCombine, kNumOps };
+
 // Queues of a rank. Items of one queue are claimed in order, each only once it can run.
 //   pack     own rows -> send staging of a proxy, own or a peer's: permute and balance at once
+//            (combine: sums of own expert outputs -> partial rows of the proxy)
 //   push     own rows -> window of a rank of the same server (for itself: straight to output)
+//            (combine: sums of own expert outputs -> partial rows of a token's owner)
 //   put      send staging -> receive staging of the peer, over scale-out
-//   receive  receive staging -> windows of the local destinations (own rows: straight to output)
-//   land     window -> output, rows that a proxy redistributed
-//   take     window -> output, rows that a rank of the same server pushed
-enum QueueKind : u32 { kPack, kPush, kPut, kReceive, kLand, kTake, kNumQueues };
+//   receive  receive staging -> windows of the local destinations (own rows: straight to output;
+//            combine: to the owners' windows, one's own too)
+//   land     window -> output, rows that a proxy redistributed (combine: a wait, no more)
+//   take     window -> output, rows that a rank of the same server pushed (combine: a wait)
+//   sum      combine: partial rows of the server's ranks -> send staging
+//   reduce   combine: once all has landed, servers' sums -> output
+enum QueueKind : u32 { kPack, kPush, kPut, kReceive, kLand, kTake, kSum, kReduce, kNumQueues };
 
 enum PolicyKind : u32 { kWhole, kSplit, kDirect, kSpreadout, kNumPolicies };
 
 // X(type, name): 8-byte fields first, then 4-byte fields in pairs: dense, no hidden padding.
-#define FASTKERN_HEADER_FIELDS(X)                                                          \
-    X(u64, table_bytes) /* the whole block */                                              \
-    X(u64, plan_hash)   /* FNV-1a over traffic, topology, options: equal on all ranks */   \
-    X(u64, row_bytes)                                                                      \
-    X(u64, input_rows)   /* rows of this rank's input, all destinations */                 \
-    X(u64, output_rows)  /* rows of this rank's output, all sources */                     \
-    X(u64, send_rows)    /* send staging, the most that any rank needs: equal on all */    \
-    X(u64, receive_rows) /* receive staging, likewise */                                   \
-    X(u64, window_rows)  /* window, likewise */                                            \
-    X(u64, bound_rows)   /* most rows a rank sends or receives over scale-out, balanced */ \
-    X(u32, magic)                                                                          \
-    X(u32, version)                                                                        \
-    X(u32, rank)                                                                           \
-    X(u32, num_ranks)                                                                      \
-    X(u32, servers)                                                                        \
-    X(u32, gpus_per_server)                                                                \
-    X(u32, chunk_slots) /* chunk flags per pair of ranks */                                \
-    X(u32, policy)      /* PolicyKind */                                                   \
-    X(u32, num_posts)                                                                      \
-    X(u32, num_stages)                                                                     \
-    X(u32, num_streams)                                                                    \
-    X(u32, num_segments)                                                                   \
-    X(u32, num_links)                                                                      \
-    X(u32, reserved)
+#define FASTKERN_HEADER_FIELDS(X)                                                               \
+    X(u64, table_bytes) /* the whole block */                                                   \
+    X(u64, plan_hash)   /* FNV-1a over traffic, topology, options: equal on all ranks */        \
+    X(u64, row_bytes)                                                                           \
+    X(u64, input_rows)   /* rows of this rank's input, all destinations; combine: none */       \
+    X(u64, output_rows)  /* of its output, all sources; dispatch: as window; combine: tokens */ \
+    X(u64, send_rows)    /* send staging, the most that any rank needs: equal on all */         \
+    X(u64, receive_rows) /* receive staging, likewise */                                        \
+    X(u64, window_rows)  /* window, likewise */                                                 \
+    X(u64, bound_rows)   /* most rows a rank sends or receives over scale-out, balanced */      \
+    X(u64, scratch_rows) /* dispatch: Arrival records; combine: partial rows; equal on all */   \
+    X(u64, scratch_row_bytes)                                                                   \
+    X(u64, scratch_base) /* combine: partial rows of owners; those of proxies follow */         \
+    X(u32, magic)                                                                               \
+    X(u32, version)                                                                             \
+    X(u32, rank)                                                                                \
+    X(u32, num_ranks)                                                                           \
+    X(u32, servers)                                                                             \
+    X(u32, gpus_per_server)                                                                     \
+    X(u32, chunk_slots) /* chunk flags per pair of ranks */                                     \
+    X(u32, policy)      /* PolicyKind */                                                        \
+    X(u32, num_posts)                                                                           \
+    X(u32, num_stages)                                                                          \
+    X(u32, num_streams)                                                                         \
+    X(u32, num_segments)                                                                        \
+    X(u32, num_links)                                                                           \
+    X(u32, op) /* OpKind */
 
 #define FASTKERN_QUEUE_FIELDS(X) \
     X(u64, num_items)            \
@@ -105,12 +117,14 @@ enum PolicyKind : u32 { kWhole, kSplit, kDirect, kSpreadout, kNumPolicies };
 // A contiguous part of a stream, in stream order; parts do not overlap.
 #define FASTKERN_SEGMENT_FIELDS(X)                                                         \
     X(u64, stream_row) /* first row, counted from the start of the stream */               \
-    X(u64, row)        /* pack, push: input row; receive, land, take: output/window row */ \
+    X(u64, row)        /* pack, push: input row; receive, land, take: output/window row; \
+                               combine pack: Arrival of chunk 0, push: window row of dispatch */ \
     X(u64, num_rows)                                                                       \
-    X(u32, peer) /* put: source rank; receive: destination rank; else unused */            \
-    X(u32, slot) /* put: pack flag here of chunk 0; + chunk */
+    X(u32, peer) /* put: source rank; receive: destination rank (dispatch: source rank) */ \
+    X(u32, slot) /* put: flag here of chunk 0, pack or (combine) sum; + chunk */
 
 // receive: a destination of the stream: ready is awaited here, the landing flag is written there.
+// sum: a contributor, whose pack flag is awaited here.
 #define FASTKERN_LINK_FIELDS(X)                                              \
     X(u32, rank)                                                             \
     X(u32, slot)      /* landing flag at rank of chunk 0; + chunk */         \
@@ -134,7 +148,7 @@ FASTKERN_RECORD(Segment, FASTKERN_SEGMENT_FIELDS);
 FASTKERN_RECORD(Link, FASTKERN_LINK_FIELDS);
 
 static_assert(sizeof(u32) == 4 && sizeof(u64) == 8, "u32 and u64 are 4 and 8 bytes");
-static_assert(sizeof(Header) == 128 && sizeof(Queue) == 16 && sizeof(Post) == 16, "layout");
+static_assert(sizeof(Header) == 152 && sizeof(Queue) == 16 && sizeof(Post) == 16, "layout");
 static_assert(sizeof(Stage) == 40 && sizeof(Stream) == 80, "layout");
 static_assert(sizeof(Segment) == 32 && sizeof(Link) == 16, "layout");
 
@@ -149,7 +163,10 @@ static_assert(sizeof(Segment) == 32 && sizeof(Link) == 16, "layout");
 FASTKERN_HD inline u64 plan_time(u32 queue, const Stage& stage, u32 chunk) {
     const u64 ended = (queue == kReceive || queue == kLand) ? 1 : 0;  // after the chunk has crossed
     const u64 ticks = (stage.ticks_end - stage.ticks_begin) * (chunk + ended) / stage.num_chunks;
-    const u32 phase = queue == kPut ? 2 : queue == kReceive ? 1 : queue >= kLand ? 3 : 0;
+    const u32 phase = queue == kPut                        ? 2
+                      : queue == kReceive || queue == kSum ? 1
+                      : queue == kLand || queue == kTake   ? 3
+                                                           : 0;
     return (stage.ticks_begin + ticks) * 4 + phase;
 }
 
@@ -191,6 +208,7 @@ FASTKERN_HD inline u64 table_bytes(const Header& h) {
 //   arrive[writer rank][chunk]                 a put's chunk is in receive staging
 //   land  [writer local rank][source server][chunk]       (direct: never)
 //   push  [writer local rank][chunk]
+//   sum   [put peer's server][chunk]              own, combine
 struct FlagLayout {
     u32 num_ranks, servers, gpus_per_server, chunk_slots;
 
@@ -211,14 +229,29 @@ struct FlagLayout {
     FASTKERN_HD u32 push(u32 writer_local) const {
         return 2 * num_ranks + (3 * num_ranks + writer_local) * chunk_slots;
     }
-    FASTKERN_HD u32 num_slots() const { return push(gpus_per_server); }
+    FASTKERN_HD u32 sum(u32 server) const { return push(gpus_per_server) + server * chunk_slots; }
+    FASTKERN_HD u32 num_slots() const { return sum(servers); }
+    // Arrival record of a land flag: one per flag, in the same order.
+    FASTKERN_HD u32 arrival(u32 land_slot) const { return land_slot - land(0, 0); }
+    FASTKERN_HD u32 num_arrivals() const { return num_ranks * chunk_slots; }
 };
 
-// The moving part of a rank's heap: send staging, receive staging, window, in this order, each
-// starting on a multiple of 256 bytes. Equal on all ranks, because the header's sizes are the
+// What a proxy tells a rank of its server about a chunk of a dispatch, for one source: the rows it
+// has put into that rank's window, and where it wants their sums in a combine. One per source of
+// the server that the chunk came from: M of them make one scratch row.
+struct Arrival {
+    u32 window_row;
+    u32 num_rows;
+    u32 partial_row;  // of the proxy, after scratch_base
+    u32 reserved;
+};
+static_assert(sizeof(Arrival) == 16, "layout");
+
+// The moving part of a rank's heap: send staging, receive staging, window, scratch, in this order,
+// each starting on a multiple of 256 bytes. Equal on all ranks, because the header's sizes are the
 // maxima.
 struct DataLayout {
-    u64 send, receive, window, bytes;
+    u64 send, receive, window, scratch, bytes;
 };
 
 FASTKERN_HD inline u64 round_up_256(u64 n) { return (n + 255) / 256 * 256; }
@@ -228,7 +261,8 @@ FASTKERN_HD inline DataLayout data_layout(const Header& h) {
     d.send = 0;
     d.receive = round_up_256(h.send_rows * h.row_bytes);
     d.window = d.receive + round_up_256(h.receive_rows * h.row_bytes);
-    d.bytes = d.window + round_up_256(h.window_rows * h.row_bytes);
+    d.scratch = d.window + round_up_256(h.window_rows * h.row_bytes);
+    d.bytes = d.scratch + round_up_256(h.scratch_rows * h.scratch_row_bytes);
     return d;
 }
 

@@ -20,6 +20,8 @@ QUEUES: tuple[str, ...] = tuple(_CONSTANTS["QUEUES"])
 PHASES: tuple[int, ...] = tuple(_CONSTANTS["PHASES"])
 AT_CHUNK_END: tuple[int, ...] = tuple(_CONSTANTS["AT_CHUNK_END"])  # 1: planned at a chunk's end
 POLICIES: tuple[str, ...] = tuple(_CONSTANTS["POLICIES"])
+OPS: tuple[str, ...] = tuple(_CONSTANTS["OPS"])
+ARRIVAL_BYTES: int = _CONSTANTS["ARRIVAL_BYTES"]
 
 DTYPES: dict[str, np.dtype[Any]] = {
     name: np.dtype([(field, "<" + kind) for field, kind in fields])
@@ -65,11 +67,12 @@ class Part(NamedTuple):
 
 
 class DataLayout(NamedTuple):
-    """Byte offsets of a rank's send staging, receive staging and window, and their sum."""
+    """Byte offsets of a rank's send staging, receive staging, window and scratch; their sum."""
 
     send: int
     receive: int
     window: int
+    scratch: int
     bytes: int
 
 
@@ -166,6 +169,11 @@ class StageTable:
         # Puts and receives carry the rows of all ranks; of the other queues' chunks a part is ours.
         return queue not in ("put", "receive") and not any(self.parts(stream, chunk))
 
+    @property
+    def op(self) -> str:
+        """What the table is for: "all_to_all", "dispatch" or "combine"."""
+        return OPS[int(self.header["op"])]
+
     def chunk_bounds(self, stream: int, chunk: int) -> tuple[int, int]:
         """First row of a chunk and the row after its last, counted from the start of the stream."""
         s = self.records("streams")[stream]
@@ -214,7 +222,7 @@ class StageTable:
         h = self.header
         lines = [
             f"rank {self.rank} of {h['num_ranks']} ({h['servers']} x {h['gpus_per_server']}), "
-            f"{POLICIES[int(h['policy'])]}, rows of {h['row_bytes']} bytes: "
+            f"{self.op}, {POLICIES[int(h['policy'])]}, rows of {h['row_bytes']} bytes: "
             f"{h['input_rows']} in, {h['output_rows']} out"
         ]
         lines += [
@@ -238,7 +246,7 @@ class StageTable:
 
 def _stream_text(queue: str, s: Any) -> str:
     text = (
-        f"    {'from' if queue in ('receive', 'land', 'take') else 'to'} rank {s['peer']}: "
+        f"    {'from' if queue in ('receive', 'land', 'take', 'sum') else 'to'} rank {s['peer']}: "
         f"{s['num_rows']} rows by {s['chunk_rows']}"
     )
     if s["slot"] != NO_SLOT:

@@ -1,7 +1,7 @@
 // What a launch is given: plain records shared by the host and every device.
 #pragma once
 
-#include "planner/stage_table.h"
+#include "kernels/body/handle.h"
 
 namespace fastkern {
 
@@ -40,7 +40,7 @@ struct Control {
     u64 egress_free_ns[kNumTiers];  // shaped transport: when this rank's links fall idle
     u64 ingress_free_ns[kNumTiers];
     ErrorRecord record;
-    u64 reserved[3];
+    u64 reserved;
 };
 static_assert(sizeof(Control) == 192, "layout");
 
@@ -58,6 +58,45 @@ struct TraceEvent {
 };
 static_assert(sizeof(TraceEvent) == 48, "layout");
 
+// One tensor of a dispatch: a row's part from it lies at `offset` in the row that moves.
+struct PayloadPart {
+    const u8* input;  // [T, row_bytes]
+    u8* output;       // [num_recv_rows, row_bytes]
+    u64 row_bytes;
+    u64 offset;  // a multiple of 16
+};
+static_assert(sizeof(PayloadPart) == 32, "layout");
+
+constexpr u32 kMostParts = 8;
+
+// What dispatch and combine need beside the table.
+struct MoeArgs {
+    u8* handle;  // see handle.h
+    // Dispatch.
+    PayloadPart parts[kMostParts];
+    const u8* weights_input;  // [T, K]
+    u8* weights_output;       // expert layout: [num_recv_rows]; rank layout: [num_recv_rows, K]
+    u64* index_output;        // rank layout: [num_recv_rows, K], int64, -1: not here
+    u64 weights_offset;       // in the row
+    u64 header_offset;
+    u32 num_parts;
+    u32 weight_bytes;  // of one; 0: none travel
+    u32 record;        // 1: fill the handle; 0: it has been filled
+    u32 reserved;
+    // Combine. Weights are of the sums' type, float or double.
+    const u8* expert_out;   // [num_recv_rows, width]
+    const u8* row_weights;  // [num_recv_rows], or null
+    const u8* bias;         // null, or rows `bias_stride` bytes apart (0: one row for all tokens)
+    u8* result;             // [T, width]
+    u64 width;
+    u64 bias_stride;
+    u32 value_kind;  // of expert_out and result
+    u32 wire_kind;   // between servers
+    u32 bias_kind;
+    u32 reserved2;
+};
+static_assert(sizeof(MoeArgs) == 384, "layout");
+
 struct KernelArgs {
     const u8* table;           // this rank's stage table
     const u8* input;           // [input_rows, row_bytes]
@@ -66,6 +105,7 @@ struct KernelArgs {
     u64* const* flags;         // [R] FlagLayout words of each rank
     u64* const* visible_ns;    // [R] shaped transport: when a flag may be seen; else null
     u8* const* data;           // [R] DataLayout bytes of each rank
+    const MoeArgs* moe;        // dispatch, combine
     u64 epoch;                 // of this call, from 1
     u64 progress_ns;           // deadline without progress
     TraceEvent* trace;         // null: no trace
@@ -74,6 +114,6 @@ struct KernelArgs {
     u32 num_blocks;
     u32 rank;
 };
-static_assert(sizeof(KernelArgs) == 104, "layout");
+static_assert(sizeof(KernelArgs) == 112, "layout");
 
 }  // namespace fastkern

@@ -1,5 +1,5 @@
-// The persistent kernel: one launch per rank and call; blocks run the items of the rank's six
-// queues.
+// The persistent kernel: one launch per rank and call; blocks run the items of the rank's queues.
+// What an item does is in move_rows.h (all-to-all), dispatch.h and combine.h.
 //
 // Memory order. A flag lives with its waiter and has one writer. Writer: all lanes write their
 // data, drain() (each wave on AMD), block barrier, then one lane's store-release at system scope.
@@ -24,7 +24,9 @@
 // 2's window and signals land[1] there; rank 2 copies window -> output.
 #pragma once
 
-#include "kernels/body/items.h"
+#include "kernels/body/combine.h"
+#include "kernels/body/dispatch.h"
+#include "kernels/body/move_rows.h"
 
 namespace fastkern {
 
@@ -131,7 +133,7 @@ class Picker {
             const Item item = locate(q, ticket);
             const u64 time = item_time(table_, item);
             if (time >= best_time) continue;
-            if (can_run(transport_, table_, item, nullptr)) {
+            if (can_run(target_, transport_, table_, args_, item, nullptr)) {
                 best_time = time;
                 choice.item = item;
                 choice.decision = kRunItem;
@@ -206,7 +208,8 @@ class Picker {
 
     FASTKERN_DEVICE void give_up(const Item& stuck, u64 now) {
         ErrorRecord record{};
-        if (can_run(transport_, table_, stuck, &record) || record.seen >= record.expected) {
+        if (can_run(target_, transport_, table_, args_, stuck, &record) ||
+            record.seen >= record.expected) {
             last_progress_ns_ = now;  // it came after all, or is on its way on a slow link
             return;
         }
@@ -235,7 +238,19 @@ FASTKERN_DEVICE void trace_item(const Target& target, const TableView& table,
     args.trace[k] = event;
 }
 
-template <class Target, class Transport>
+// The items of one operation; a kernel is made for each.
+template <u32 kOp, class Target, class Transport>
+FASTKERN_DEVICE void run_item(const Target& target, const Transport& transport,
+                              const TableView& table, const KernelArgs& args, const Item& item) {
+    if constexpr (kOp == kAllToAll)
+        move_rows(target, transport, table, args, item);
+    else if constexpr (kOp == kDispatch)
+        dispatch_rows(target, transport, table, args, item);
+    else
+        combine_rows(target, transport, table, args, item);
+}
+
+template <u32 kOp, class Target, class Transport>
 FASTKERN_DEVICE void exchange_block(const Target& target, const Transport& transport,
                                     const KernelArgs& args) {
     const TableView table = view_table(args.table);
@@ -249,7 +264,7 @@ FASTKERN_DEVICE void exchange_block(const Target& target, const Transport& trans
         if (choice.decision == kLeave) break;
         if (choice.decision != kRunItem) continue;
         const u64 begin_ns = args.trace ? target.now_ns() : 0;
-        run_item(target, transport, table, args, choice.item);
+        run_item<kOp>(target, transport, table, args, choice.item);
         if (args.trace && target.lane() == 0)
             trace_item(target, table, args, choice.item, begin_ns);
     }

@@ -100,10 +100,19 @@ FASTKERN_DEVICE bool check(const Transport& transport, u32 slot, u32 value, u32 
     return false;
 }
 
+// Has every item of the queue been claimed, and so every flag that they wait for been seen?
+template <class Target>
+FASTKERN_DEVICE bool exhausted(const Target& target, const TableView& table, const KernelArgs& args,
+                               u32 queue) {
+    return target.load_acquire(&args.controls[args.rank]->tickets[queue]) >=
+           table.queues[queue].num_items;
+}
+
 // Are all waits of the item over? Never blocks. Fills `record` (if given) with the first one that
 // is not.
-template <class Transport>
-FASTKERN_DEVICE bool can_run(const Transport& transport, const TableView& table, const Item& item,
+template <class Target, class Transport>
+FASTKERN_DEVICE bool can_run(const Target& target, const Transport& transport,
+                             const TableView& table, const KernelArgs& args, const Item& item,
                              ErrorRecord* record) {
     const Stream& s = table.streams[item.stream];
     if (s.gate_slot != kNoSlot && !check(transport, s.gate_slot, s.gate_value, s.peer, record))
@@ -123,9 +132,18 @@ FASTKERN_DEVICE bool can_run(const Transport& transport, const TableView& table,
             if (!check(transport, s.slot + item.chunk, 1, s.peer, record)) return false;
             for (u32 k = 0; k < s.num_links; ++k) {
                 const Link& link = table.links[s.first_link + k];
+                if (link.gate_slot == kNoSlot) continue;
                 if (!check(transport, link.gate_slot, 1, link.rank, record)) return false;
             }
             return s.num_links == 0 || transport.can_send(kScaleUp);
+        case kSum:
+            for (u32 k = 0; k < s.num_links; ++k) {
+                const Link& link = table.links[s.first_link + k];
+                if (!check(transport, link.slot + item.chunk, 1, link.rank, record)) return false;
+            }
+            return true;
+        case kReduce:  // a stall shows at the head of the queue that is not exhausted
+            return exhausted(target, table, args, kLand) && exhausted(target, table, args, kTake);
         default:  // land, take
             return check(transport, s.slot + item.chunk, 1, s.peer, record);
     }
@@ -140,71 +158,44 @@ FASTKERN_DEVICE void signal_after_writes(const Target& target, const Transport& 
     if (target.lane() == 0) transport.signal(rank, slot, 1, tier, bytes);
 }
 
-template <class Target, class Transport>
-FASTKERN_DEVICE void run_item(const Target& target, const Transport& transport,
-                              const TableView& table, const KernelArgs& args, const Item& item) {
+// A chunk from send staging to the peer's receive staging.
+template <class Transport>
+FASTKERN_DEVICE void run_put(const Transport& transport, const TableView& table,
+                             const KernelArgs& args, const Item& item) {
     const Stream& s = table.streams[item.stream];
     const DataLayout layout = data_layout(*table.header);
     const u64 row_bytes = table.header->row_bytes;
-    u8* const own = args.data[args.rank];
-    const u32 end_segment = s.first_segment + s.num_segments;
+    u8* to = args.data[s.peer] + layout.receive + (s.target_row + item.first_row) * row_bytes;
+    const u8* from =
+        args.data[args.rank] + layout.send + (s.source_row + item.first_row) * row_bytes;
+    transport.put(to, from, item.num_rows * row_bytes, s.peer, s.slot + item.chunk);
+}
 
-    if (item.queue == kPut) {
-        u8* to = args.data[s.peer] + layout.receive + (s.target_row + item.first_row) * row_bytes;
-        const u8* from = own + layout.send + (s.source_row + item.first_row) * row_bytes;
-        transport.put(to, from, item.num_rows * row_bytes, s.peer, s.slot + item.chunk);
-        return;
-    }
-    if (item.queue == kReceive && s.credit_slot != kNoSlot && s.credit_chunk == item.chunk &&
-        target.lane() == 0)
+// A receive lets the next sender start, before it copies anything onward.
+template <class Target, class Transport>
+FASTKERN_DEVICE void give_credit(const Target& target, const Transport& transport,
+                                 const TableView& table, const Item& item) {
+    const Stream& s = table.streams[item.stream];
+    if (s.credit_slot != kNoSlot && s.credit_chunk == item.chunk && target.lane() == 0)
         transport.signal(s.credit_rank, s.credit_slot, s.credit_value, kScaleOut, 0);
-    u64 sent_bytes = 0;
-    for (u32 k = item.first_segment; k < end_segment; ++k) {
-        const Segment& g = table.segments[k];
-        const Part part = part_of(g, item);
-        if (part.num_rows == 0) break;
-        const u64 bytes = part.num_rows * row_bytes;
-        const u8* from;
-        u8* to;
-        switch (item.queue) {
-            case kPack:
-                from = args.input + part.row * row_bytes;
-                to = args.data[s.peer] + layout.send + (s.target_row + part.stream_row) * row_bytes;
-                break;
-            case kPush:
-                from = args.input + part.row * row_bytes;
-                to = (s.peer == args.rank ? args.output : args.data[s.peer] + layout.window) +
-                     (s.target_row + part.stream_row) * row_bytes;
-                break;
-            case kReceive:
-                from = own + layout.receive + (s.source_row + part.stream_row) * row_bytes;
-                to = (g.peer == args.rank ? args.output : args.data[g.peer] + layout.window) +
-                     part.row * row_bytes;
-                break;
-            default:  // land, take
-                from = own + layout.window + part.row * row_bytes;
-                to = args.output + part.row * row_bytes;
-                break;
-        }
-        target.copy(to, from, bytes);
-        sent_bytes += bytes;
-    }
-    if (item.queue <= kPush) {
-        if (s.slot != kNoSlot)
-            signal_after_writes(target, transport, s.peer, s.slot + item.chunk, kScaleUp,
-                                s.peer == args.rank ? 0 : sent_bytes);
-    } else if (item.queue == kReceive && s.num_links != 0) {
-        target.drain();
-        target.barrier();
-        for (u32 k = target.lane(); k < s.num_links; k += target.num_lanes()) {
-            const Link& link = table.links[s.first_link + k];
-            if (!chunk_touches(table, item, link.rank)) continue;
-            u64 bytes = 0;
-            for (u32 j = item.first_segment; j < end_segment; ++j)
+}
+
+// A receive tells the destinations that its chunk has rows for.
+template <class Target, class Transport>
+FASTKERN_DEVICE void signal_destinations(const Target& target, const Transport& transport,
+                                         const TableView& table, const Item& item) {
+    const Stream& s = table.streams[item.stream];
+    target.drain();
+    target.barrier();
+    for (u32 k = target.lane(); k < s.num_links; k += target.num_lanes()) {
+        const Link& link = table.links[s.first_link + k];
+        if (!chunk_touches(table, item, link.rank)) continue;
+        u64 bytes = 0;
+        if (link.gate_slot != kNoSlot)  // to another rank
+            for (u32 j = item.first_segment; j < s.first_segment + s.num_segments; ++j)
                 if (table.segments[j].peer == link.rank)
-                    bytes += part_of(table.segments[j], item).num_rows * row_bytes;
-            transport.signal(link.rank, link.slot + item.chunk, 1, kScaleUp, bytes);
-        }
+                    bytes += part_of(table.segments[j], item).num_rows * table.header->row_bytes;
+        transport.signal(link.rank, link.slot + item.chunk, 1, kScaleUp, bytes);
     }
 }
 

@@ -8,5 +8,5 @@ extern "C" __global__ void __launch_bounds__(512)
     fastkern_exchange(const __grid_constant__ fastkern::KernelArgs args) {
     const fastkern::CudaTarget target;
     const fastkern::MappedTransport<fastkern::CudaTarget> transport(target, args);
-    fastkern::exchange_block(target, transport, args);
+    fastkern::exchange_block<fastkern::kAllToAll>(target, transport, args);
 }

@@ -9,5 +9,5 @@ extern "C" __global__ void __attribute__((amdgpu_flat_work_group_size(1, 512))) 
     const fastkern::KernelArgs args) {
     const fastkern::HipTarget target;
     const fastkern::MappedTransport<fastkern::HipTarget> transport(target, args);
-    fastkern::exchange_block(target, transport, args);
+    fastkern::exchange_block<fastkern::kAllToAll>(target, transport, args);
 }

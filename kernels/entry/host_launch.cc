@@ -17,17 +17,28 @@ namespace {
 
 enum class Start { kWait, kGo, kCancel };
 
+template <class Transport>
+void run_op(const HostTarget& target, const Transport& transport, const KernelArgs& args) {
+    switch (view_table(args.table).header->op) {
+        case kDispatch:
+            return exchange_block<kDispatch>(target, transport, args);
+        case kCombine:
+            return exchange_block<kCombine>(target, transport, args);
+        default:
+            return exchange_block<kAllToAll>(target, transport, args);
+    }
+}
+
 void run_lane(const KernelArgs& args, const LaunchOptions& options, HostBlock* shared, u32 block,
               u32 lane, ShuffledQueue* queue) {
     const HostTarget target(shared, block, lane);
     switch (options.transport) {
         case HostTransport::kShm:
-            return exchange_block(target, MappedTransport<HostTarget>(target, args), args);
+            return run_op(target, MappedTransport<HostTarget>(target, args), args);
         case HostTransport::kShaped:
-            return exchange_block(target, ShapedTransport<HostTarget>(target, args, options.rates),
-                                  args);
+            return run_op(target, ShapedTransport<HostTarget>(target, args, options.rates), args);
         case HostTransport::kShuffled:
-            return exchange_block(target, ShuffledTransport<HostTarget>(target, args, queue), args);
+            return run_op(target, ShuffledTransport<HostTarget>(target, args, queue), args);
     }
 }
 

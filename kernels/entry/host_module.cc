@@ -9,6 +9,7 @@
 #include <stdexcept>
 
 #include "kernels/entry/host_cluster.h"
+#include "kernels/entry/host_moe_module.h"
 #include "kernels/entry/host_rank.h"
 
 namespace nb = nanobind;
@@ -69,6 +70,8 @@ struct PyRank {
 }  // namespace
 
 NB_MODULE(_host, m) {
+    bind_moe(m);
+
     nb::class_<LaunchOptions>(m, "LaunchOptions")
         .def(
             "__init__",
@@ -111,9 +114,9 @@ NB_MODULE(_host, m) {
             nb::keep_alive<1, 6>())
         .def("post_record",
              [](PyRank& self, u64 epoch, ConstBytes payload) {
-                 if (payload.size() != self.layout.record_bytes)
-                     throw std::invalid_argument("the record has the wrong size");
-                 self.rank.post_record(epoch, payload.data());
+                 if (payload.size() > self.layout.record_bytes)
+                     throw std::invalid_argument("the record is too large");
+                 self.rank.post_record(epoch, payload.data(), payload.size());
              })
         .def("await_records",
              [](PyRank& self, u64 epoch, u64 slice_ns) {
@@ -124,8 +127,8 @@ NB_MODULE(_host, m) {
              [](PyRank& self, u64 epoch) { return self.rank.missing_records(epoch); })
         .def("read_records",
              [](PyRank& self, u64 epoch, MutableBytes out) {
-                 const u64 bytes = self.layout.record_bytes;
-                 if (out.size() != bytes * self.layout.num_ranks)
+                 const u64 bytes = out.size() / self.layout.num_ranks;  // of each, from its start
+                 if (out.size() % self.layout.num_ranks || bytes > self.layout.record_bytes)
                      throw std::invalid_argument("the buffer has the wrong size");
                  for (u32 r = 0; r < self.layout.num_ranks; ++r)
                      std::memcpy(out.data() + r * bytes, self.rank.record(epoch, r), bytes);
@@ -163,7 +166,15 @@ NB_MODULE(_host, m) {
                  const u8* block = table.data();
                  nb::gil_scoped_release release;
                  return self.rank.launch(block, reinterpret_cast<const u8*>(input),
-                                         reinterpret_cast<u8*>(output), epoch, progress_ns,
+                                         reinterpret_cast<u8*>(output), nullptr, epoch, progress_ns,
+                                         options);
+             })
+        .def("launch_moe",
+             [](PyRank& self, ConstBytes table, const MoeArgs& moe, u64 epoch, u64 progress_ns,
+                const LaunchOptions& options) {
+                 const u8* block = table.data();
+                 nb::gil_scoped_release release;
+                 return self.rank.launch(block, nullptr, nullptr, &moe, epoch, progress_ns,
                                          options);
              })
         .def("set_trace_capacity",

@@ -78,11 +78,11 @@ Outcome HostRank::wait(u64 slice_ns, const Ready& ready) const {
     }
 }
 
-void HostRank::post_record(u64 epoch, const u8* payload) {
+void HostRank::post_record(u64 epoch, const u8* payload, u64 bytes) {
     for (u32 k = 0; k < layout_.num_ranks; ++k) {
         const u32 r = (rank_ + k) % layout_.num_ranks;
         const u64 at = layout_.record(epoch, rank_);
-        std::memcpy(region(r) + at + 8, payload, layout_.record_bytes);
+        std::memcpy(region(r) + at + 8, payload, bytes);
         HostTarget::store_release(word(r, at), epoch);
     }
 }
@@ -149,12 +149,13 @@ std::vector<u32> HostRank::missing_acks(u64 generation) const {
 
 void HostRank::map_data(u8* base, u64 bytes_per_rank) { heap_.map_data(base, bytes_per_rank); }
 
-bool HostRank::launch(const u8* table, const u8* input, u8* output, u64 epoch, u64 progress_ns,
-                      const LaunchOptions& options) {
+bool HostRank::launch(const u8* table, const u8* input, u8* output, const MoeArgs* moe, u64 epoch,
+                      u64 progress_ns, const LaunchOptions& options) {
     KernelArgs args{};
     args.table = table;
     args.input = input;
     args.output = output;
+    args.moe = moe;
     args.controls = heap_.controls.data();
     args.flags = heap_.flags.data();
     args.visible_ns = heap_.visible_ns.data();

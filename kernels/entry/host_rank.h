@@ -36,10 +36,10 @@ class HostRank {
   public:
     HostRank(u32 rank, const ControlLayout& layout, u8* control_base);
 
-    // Count exchange: writes this rank's record (layout.record_bytes) into every rank's heap, then
+    // Count exchange: writes this rank's record (up to layout.record_bytes) into every rank's heap, then
     // waits until all records of this epoch are here. `slice_ns` bounds one call; call again to go
     // on waiting.
-    void post_record(u64 epoch, const u8* payload);
+    void post_record(u64 epoch, const u8* payload, u64 bytes);
     Outcome await_records(u64 epoch, u64 slice_ns);
     std::vector<u32> missing_records(u64 epoch) const;
     const u8* record(u64 epoch, u32 writer) const;
@@ -53,8 +53,9 @@ class HostRank {
     std::vector<u32> missing_acks(u64 generation) const;
     void map_data(u8* base, u64 bytes_per_rank);
 
-    bool launch(const u8* table, const u8* input, u8* output, u64 epoch, u64 progress_ns,
-                const LaunchOptions& options);
+    // moe: of a dispatch or combine, else null.
+    bool launch(const u8* table, const u8* input, u8* output, const MoeArgs* moe, u64 epoch,
+                u64 progress_ns, const LaunchOptions& options);
 
     // From the next launch on, keep up to `capacity` events of each; 0: none.
     void set_trace_capacity(u64 capacity) { trace_.resize(capacity); }

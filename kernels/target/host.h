@@ -4,6 +4,7 @@
 // Every target supplies the same operations:
 //   lane num_lanes block barrier broadcast drain copy pause now_ns
 //   load_relaxed load_acquire store_relaxed store_release fetch_add compare_and_swap
+//   kValues product
 // Atomics are at system scope. Release and acquire sit on the flag operation itself, never in a
 // fence (HIP spells them out: see hip.h).
 #pragma once
@@ -98,6 +99,11 @@ class HostTarget {
     }
 
     u64 now_ns() const { return clock_ns(); }
+
+    static constexpr u32 kValues = 64;  // values that a lane sums at a time
+    // Rounded by itself, never fused with an addition: see the compiler's options.
+    static float product(float a, float b) { return a * b; }
+    static double product(double a, double b) { return a * b; }
 
     static u64 clock_ns() {
         timespec t;

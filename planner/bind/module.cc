@@ -61,7 +61,8 @@ nb::dict constants() {
     c["NO_SLOT"] = kNoSlot;
     c["VALUE_BITS"] = kValueBits;
     nb::list queues, phases, at_end, policies;
-    for (const char* name : {"pack", "push", "put", "receive", "land", "take"}) queues.append(name);
+    for (const char* name : {"pack", "push", "put", "receive", "land", "take", "sum", "reduce"})
+        queues.append(name);
     const Stage stage{0, 1, 0, 1, 0, 0, 0};  // one chunk that takes one tick
     for (u32 q = 0; q < kNumQueues; ++q) {
         phases.append(plan_time(q, stage, 0) % 4);
@@ -72,6 +73,10 @@ nb::dict constants() {
     c["PHASES"] = phases;
     c["AT_CHUNK_END"] = at_end;
     c["POLICIES"] = policies;
+    nb::list ops;
+    for (const char* name : {"all_to_all", "dispatch", "combine"}) ops.append(name);
+    c["OPS"] = ops;
+    c["ARRIVAL_BYTES"] = sizeof(Arrival);
     return c;
 }
 
@@ -99,6 +104,7 @@ NB_MODULE(_core, m) {
         result["send"] = d.send;
         result["receive"] = d.receive;
         result["window"] = d.window;
+        result["scratch"] = d.scratch;
         result["bytes"] = d.bytes;
         return result;
     });
@@ -123,6 +129,41 @@ NB_MODULE(_core, m) {
                  if (rank >= p.traffic.num_ranks)
                      throw std::out_of_range("rank is not in the plan");
                  return to_array(lower(p, rank));
+             })
+        .def(
+            "combine_table_bytes",
+            [](const Plan& p, u32 rank, u64 row_bytes, u64 partial_row_bytes, u64 num_partials,
+               u64 num_tokens) {
+                if (!p.moe()) throw std::invalid_argument("not the plan of a dispatch");
+                if (rank >= p.traffic.num_ranks) throw std::out_of_range("rank is not in the plan");
+                if (!row_bytes || !partial_row_bytes)
+                    throw std::invalid_argument("rows have at least one byte");
+                return to_array(lower_combine(
+                    p, rank, CombineShape{row_bytes, partial_row_bytes, num_partials, num_tokens}));
+            })
+        .def("staging_rows_of",
+             [](const Plan& p, u32 rank) {  // rows sent, rows received over scale-out
+                 u64 out = 0, in = 0;
+                 const u32 m = p.traffic.gpus_per_server, s = rank / m;
+                 for (u32 b = 0; b < p.traffic.servers; ++b) {
+                     if (b == s) continue;
+                     out += p.traffic.rail_rows(s, b, rank % m);
+                     in += p.traffic.rail_rows(b, s, rank % m);
+                 }
+                 return nb::make_tuple(out, in);
+             })
+        .def("packed_rows_of",
+             [](const Plan& p, u32 rank) {  // rows that go to another rank's staging first
+                 u64 rows = 0;
+                 const u32 m = p.traffic.gpus_per_server, s = rank / m;
+                 TilePieces tile;
+                 for (u32 b = 0; b < p.traffic.servers; ++b) {
+                     if (b == s) continue;
+                     balance_tile(p.traffic, s, b, &tile);
+                     for (const Piece& x : tile.pieces)
+                         if (x.src_local == rank % m && x.rail != x.src_local) rows += x.num_rows;
+                 }
+                 return rows;
              })
         .def("puts", &Plan::puts)
         .def(
@@ -174,6 +215,17 @@ NB_MODULE(_core, m) {
         .def_ro("hash", &Plan::hash)
         .def_ro("why", &Plan::why)
         .def_prop_ro("num_ranks", [](const Plan& p) { return p.traffic.num_ranks; });
+
+    m.def("plan_moe", [](Matrix to_server, Matrix to_rank, const Topology& topology, u64 row_bytes,
+                         u32 policy, u64 chunk_bytes, u32 chunk_slots, u32 credit_lead) {
+        const u32 r = topology.num_ranks();
+        if (to_server.shape(0) != r || to_server.shape(1) != topology.servers ||
+            to_rank.shape(0) != r || to_rank.shape(1) != r)
+            throw std::invalid_argument("to_server must be [R, N] and to_rank [R, R]");
+        return make_moe_plan(to_server.data(), to_rank.data(), topology, row_bytes,
+                             static_cast<PolicyChoice>(policy),
+                             Options{chunk_bytes, chunk_slots, credit_lead});
+    });
 
     m.def("plan", [](Matrix traffic, const Topology& topology, u64 row_bytes, u32 policy,
                      u64 chunk_bytes, u32 chunk_slots, u32 credit_lead) {

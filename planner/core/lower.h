@@ -25,14 +25,17 @@ class TableBuilder {
     void end_stage();  // a stage without streams is dropped
     void add_post(u32 rank, u32 slot, u32 value);
 
+    // The table's bytes. The header's sizes of staging are the most that any rank needs.
     std::vector<u8> finish(u64 send_rows, u64 receive_rows);
+    std::vector<u8> finish_combine(u64 send_rows, u64 receive_rows, const CombineShape& shape);
 
     const Plan& plan;
     const Traffic& traffic;
     const u32 rank, server, local, num_local;
     const FlagLayout flags;
     std::vector<u64> input_row;   // [R] first row for each destination in this rank's input
-    std::vector<u64> output_row;  // [M][R] first row of each source in the outputs of this server
+    std::vector<u64> output_row;  // [M][R] first row of each source in the outputs of this server,
+                                  // dispatch: in its windows
 
     u64 output_row_of(u32 dst_local, u32 src) const {
         return output_row[static_cast<std::size_t>(dst_local) * traffic.num_ranks + src];
@@ -43,7 +46,17 @@ class TableBuilder {
     // Ticks of a put at a scale that keeps them small.
     u64 scaled(u64 rows, u64 total, u64 least) const;
 
+    // Rows from `src` to local rank `dst_local`, as they lie in its output, dispatch: its window.
+    u64 rows_to(u32 src, u32 dst_local) const {
+        const std::size_t at =
+            std::size_t{src} * traffic.num_ranks + server * num_local + dst_local;
+        return plan.moe() ? plan.to_rank[at] : traffic.rows[at];
+    }
+
   private:
+    Header make_header(u64 send_rows, u64 receive_rows) const;
+    std::vector<u8> pack(Header header) const;
+
     QueueKind queue_ = kPack;
     Queue queues_[kNumQueues] = {};
     std::vector<Post> posts_;
@@ -53,6 +66,14 @@ class TableBuilder {
     std::vector<Link> links_;
 };
 
+// Rows between ranks of one server: one stage, whose chunks all ranks of the server count alike.
+struct LocalStage {
+    u64 chunk_rows = 0;
+    u64 ticks = 0;
+    u32 num_chunks = 0;
+};
+LocalStage local_stage(const TableBuilder& table);
+
 // The rows that stay inside the server: push and take. Same for every policy.
 void lower_push(TableBuilder* table);
 void lower_take(TableBuilder* table);
@@ -60,7 +81,7 @@ void lower_take(TableBuilder* table);
 // Ready posts to the local peers.
 void post_ready_to_local_peers(TableBuilder* table);
 
-std::vector<u8> lower_planned(const Plan& plan, u32 rank);  // whole, split
+std::vector<u8> lower_planned(const Plan& plan, u32 rank);  // whole, split; dispatch: all
 std::vector<u8> lower_shifted(const Plan& plan, u32 rank);  // direct, spreadout
 
 }  // namespace fastkern

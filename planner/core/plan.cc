@@ -31,11 +31,11 @@ u64 hash_inputs(const Plan& p) {
           u64{p.options.chunk_slots}, u64{p.options.credit_lead}, p.row_bytes, u64{p.policy}})
         h.add(word);
     for (const u64 rows : p.traffic.rows) h.add(rows);
+    for (const u64 rows : p.to_rank) h.add(rows);
     return h.value;
 }
 
 // Most rows that a rank sends or receives over scale-out without balancing.
-
 u64 direct_load(const Traffic& t) {
     u64 most = 0;
     std::vector<u64> in(t.num_ranks, 0);
@@ -157,10 +157,18 @@ void choose_order(Plan* plan, PolicyChoice choice) {
     }
 }
 
-}  // namespace
+// Servers in turn, a to a + k at shift k: the order of unbalanced plans of dispatch.
+std::vector<Put> order_by_shift(const Traffic& t) {
+    std::vector<Put> order;
+    for (u32 k = 1; k < t.servers; ++k)
+        for (u32 a = 0; a < t.servers; ++a) {
+            const u32 b = (a + k) % t.servers;
+            if (t.tile(a, b)) order.push_back({a, b, 0, t.tile(a, b), 0, 0});
+        }
+    return order;
+}
 
-Plan make_plan(const i64* matrix, const Topology& topology, u64 row_bytes, PolicyChoice choice,
-               const Options& options) {
+Plan begin_plan(const Topology& topology, u64 row_bytes, const Options& options) {
     if (row_bytes == 0 || row_bytes > (u64{1} << 62))
         throw std::invalid_argument("row_bytes must be 1 to 2^62, not " +
                                     std::to_string(row_bytes));
@@ -172,21 +180,66 @@ Plan make_plan(const i64* matrix, const Topology& topology, u64 row_bytes, Polic
     plan.topology = topology;
     plan.options = options;
     plan.row_bytes = row_bytes;
+    return plan;
+}
+
+}  // namespace
+
+Plan make_plan(const i64* matrix, const Topology& topology, u64 row_bytes, PolicyChoice choice,
+               const Options& options) {
+    Plan plan = begin_plan(topology, row_bytes, options);
     plan.traffic = make_traffic(matrix, topology, row_bytes);
     choose_order(&plan, choice);
     plan.hash = hash_inputs(plan);
     return plan;
 }
 
+Plan make_moe_plan(const i64* to_server, const i64* to_rank, const Topology& topology,
+                   u64 row_bytes, PolicyChoice choice, const Options& options) {
+    Plan plan = begin_plan(topology, row_bytes, options);
+    plan.traffic = make_token_traffic(to_server, to_rank, topology, row_bytes);
+    plan.to_rank.assign(to_rank,
+                        to_rank + std::size_t{topology.num_ranks()} * topology.num_ranks());
+    choose_order(&plan, choice);
+    if (plan.policy == kDirect || plan.policy == kSpreadout) {
+        plan.traffic.balanced = false;
+        plan.order = order_by_shift(plan.traffic);
+        const Traffic& t = plan.traffic;
+        const OrderProblem problem = make_order_problem(t.servers, t.gpus_per_server, t.tiles,
+                                                        row_bytes, topology, options.chunk_slots);
+        replay(problem, &plan.order);
+    }
+    plan.hash = hash_inputs(plan);
+    return plan;
+}
+
+std::pair<u64, u64> Plan::staging_rows() const {
+    const Traffic& t = traffic;
+    if (t.balanced) return {t.max_rail_out, t.max_rail_in};
+    u64 most_out = 0, most_in = 0;
+    for (u32 a = 0; a < t.servers; ++a)
+        for (u32 l = 0; l < t.gpus_per_server; ++l) {
+            u64 out = 0, in = 0;
+            for (u32 b = 0; b < t.servers; ++b) {
+                if (a == b) continue;
+                out += t.rail_rows(a, b, l);
+                in += t.rail_rows(b, a, l);
+            }
+            most_out = std::max(most_out, out);
+            most_in = std::max(most_in, in);
+        }
+    return {most_out, most_in};
+}
+
 u64 Plan::completion_rows() const {
     const Traffic& t = traffic;
-    if (policy == kSpreadout) {
+    if (policy == kSpreadout && !moe()) {
         u64 sum = 0;
         for (const u64 rows : stage_rows) sum += rows;
         return sum;
     }
     u64 completion = 0;
-    if (policy == kDirect) {
+    if (policy == kDirect && !moe()) {
         std::vector<u64> sender(t.num_ranks, 0), receiver(t.num_ranks, 0);
         for (u32 k = 1; k < t.num_ranks; ++k)
             for (u32 s = 0; s < t.num_ranks; ++s) {
@@ -267,10 +320,20 @@ ScaleUpLoad Plan::scale_up_load() const {
                     const std::size_t passed_on =
                         static_cast<std::size_t>(b * m + p.rail) * m + p.dst_local;
                     if (p.src_local != p.rail) link[packed] += p.num_rows;
-                    if (p.dst_local != p.rail) link[passed_on] += p.num_rows;
+                    if (p.dst_local != p.rail && !moe()) link[passed_on] += p.num_rows;
                 }
             }
     }
+    if (moe())  // which rails the rows of a rank came on is not known here: as if on all alike
+        for (u32 d = 0; d < t.num_ranks; ++d) {
+            u64 rows = 0;
+            for (u32 s = 0; s < t.num_ranks; ++s)
+                if (!topology.same_server(s, d))
+                    rows += to_rank[static_cast<std::size_t>(s) * t.num_ranks + d];
+            for (u32 l = 0; l < m; ++l)
+                if (l != d % m)
+                    link[static_cast<std::size_t>(d / m * m + l) * m + d % m] += rows / m;
+        }
     for (u32 s = 0; s < t.servers; ++s)
         for (u32 i = 0; i < m; ++i) {
             u64 out = 0, in = 0;

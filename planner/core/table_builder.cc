@@ -26,7 +26,7 @@ TableBuilder::TableBuilder(const Plan& plan_, u32 rank_)
         row = 0;
         for (u32 s = 0; s < r; ++s) {
             output_row[static_cast<std::size_t>(j) * r + s] = row;
-            row += traffic.at(s, server * num_local + j);
+            row += rows_to(s, j);
         }
     }
     const std::size_t guess = static_cast<std::size_t>(num_local) * num_local * traffic.servers;
@@ -106,13 +106,13 @@ u64 TableBuilder::scaled(u64 rows, u64 total, u64 least) const {
     return std::max(rows >> shift, std::min(rows, least));
 }
 
-std::vector<u8> TableBuilder::finish(u64 send_rows, u64 receive_rows) {
+Header TableBuilder::make_header(u64 send_rows, u64 receive_rows) const {
     Header h{};
     h.plan_hash = plan.hash;
     h.row_bytes = plan.row_bytes;
     h.input_rows = input_row.back() + traffic.at(rank, traffic.num_ranks - 1);
     h.output_rows =
-        output_row_of(local, traffic.num_ranks - 1) + traffic.at(traffic.num_ranks - 1, rank);
+        output_row_of(local, traffic.num_ranks - 1) + rows_to(traffic.num_ranks - 1, local);
     h.send_rows = send_rows;
     h.receive_rows = receive_rows;
     h.window_rows = num_local > 1 ? traffic.max_output_rows : 0;
@@ -130,7 +130,47 @@ std::vector<u8> TableBuilder::finish(u64 send_rows, u64 receive_rows) {
     h.num_streams = static_cast<u32>(streams_.size());
     h.num_segments = static_cast<u32>(segments_.size());
     h.num_links = static_cast<u32>(links_.size());
+    h.op = kAllToAll;
     h.table_bytes = table_bytes(h);
+    return h;
+}
+
+std::vector<u8> TableBuilder::finish(u64 send_rows, u64 receive_rows) {
+    Header h = make_header(send_rows, receive_rows);
+    if (plan.moe()) {
+        h.op = kDispatch;
+        h.scratch_row_bytes = sizeof(Arrival) * num_local;
+        h.scratch_rows = num_local > 1 && traffic.servers > 1 ? flags.num_arrivals() : 0;
+    }
+    return pack(h);
+}
+
+std::vector<u8> TableBuilder::finish_combine(u64 send_rows, u64 receive_rows,
+                                             const CombineShape& shape) {
+    Header h = make_header(send_rows, receive_rows);
+    h.op = kCombine;
+    h.row_bytes = shape.row_bytes;
+    h.input_rows = 0;
+    h.output_rows = shape.num_tokens;
+    h.window_rows = h.scratch_base = 0;
+    const u32 r = traffic.num_ranks, n = traffic.servers;
+    for (u32 owner = 0; owner < r; ++owner) {
+        u64 window = 0, partials = 0;
+        for (u32 other = 0; other < n; ++other)
+            if (other != owner / num_local)
+                window += traffic.at(owner, other * num_local + owner % num_local);
+        for (u32 j = 0; j < num_local; ++j)
+            if (j != owner % num_local)
+                partials += traffic.at(owner, owner / num_local * num_local + j);
+        h.window_rows = std::max(h.window_rows, window);
+        h.scratch_base = std::max(h.scratch_base, partials);
+    }
+    h.scratch_rows = h.scratch_base + shape.num_partials;
+    h.scratch_row_bytes = shape.partial_row_bytes;
+    return pack(h);
+}
+
+std::vector<u8> TableBuilder::pack(Header h) const {
     std::vector<u8> block(h.table_bytes);
     u8* at = block.data();
     const auto put = [&at](const void* from, std::size_t bytes) {
@@ -147,14 +187,7 @@ std::vector<u8> TableBuilder::finish(u64 send_rows, u64 receive_rows) {
     return block;
 }
 
-// Rows between ranks of one server: one stage, whose chunks all ranks of the server count alike.
-struct LocalStage {
-    u64 chunk_rows = 0;
-    u64 ticks = 0;
-    u32 num_chunks = 0;
-};
-
-static LocalStage local_stage(const TableBuilder& t) {
+LocalStage local_stage(const TableBuilder& t) {
     u64 longest = 0;
     for (u32 i = 0; i < t.num_local; ++i)
         for (u32 j = 0; j < t.num_local; ++j)

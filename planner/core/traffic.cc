@@ -101,4 +101,42 @@ Traffic make_traffic(const i64* matrix, const Topology& topology, u64 row_bytes)
     return t;
 }
 
+namespace {
+
+[[noreturn]] void refuse_tokens(u32 src, u32 server, const std::string& why) {
+    refuse("tokens of rank " + std::to_string(src) + " for server " + std::to_string(server) +
+           ": " + why);
+}
+
+}  // namespace
+
+Traffic make_token_traffic(const i64* to_server, const i64* to_rank, const Topology& topology,
+                           u64 row_bytes) {
+    const u32 n = topology.servers, m = topology.gpus_per_server;
+    const std::size_t r = topology.num_ranks();
+    std::vector<i64> matrix(r * r, 0);
+    const Traffic ranks = make_traffic(to_rank, topology, row_bytes);  // checks signs and sums
+    for (u32 s = 0; s < r; ++s)
+        for (u32 b = 0; b < n; ++b) {
+            u64 most = 0, sum = 0;
+            for (u32 d = b * m; d < (b + 1) * m; ++d) {
+                most = std::max(most, ranks.at(s, d));
+                sum += ranks.at(s, d);
+            }
+            const u64 tokens = static_cast<u64>(to_server[s * n + b]);
+            if (tokens < most || tokens > sum)
+                refuse_tokens(s, b,
+                              std::to_string(to_server[s * n + b]) + " for the server, but up to " +
+                                  std::to_string(most) + " for a rank and " + std::to_string(sum) +
+                                  " for all");
+            if (b == s / m)
+                std::copy_n(to_rank + s * r + b * m, m, &matrix[s * r + b * m]);
+            else
+                matrix[s * r + b * m + s % m] = to_server[s * n + b];
+        }
+    Traffic t = make_traffic(matrix.data(), topology, row_bytes);
+    t.max_output_rows = ranks.max_output_rows;
+    return t;
+}
+
 }  // namespace fastkern

@@ -17,6 +17,7 @@ struct Traffic {
     u64 max_rail_out = 0;    // most rows a rank sends over scale-out after balancing
     u64 max_rail_in = 0;
     u64 max_output_rows = 0;
+    bool balanced = true;  // false: rows stay on their owner's rail, for its same-index peer
 
     u64 at(u32 src, u32 dst) const { return rows[static_cast<std::size_t>(src) * num_ranks + dst]; }
     u64 tile(u32 a, u32 b) const { return tiles[static_cast<std::size_t>(a) * servers + b]; }
@@ -26,6 +27,7 @@ struct Traffic {
     u64 rail_rows(u32 a, u32 b, u32 rail) const {
         const u64 w = tile(a, b);
         const u32 m = gpus_per_server;
+        if (!balanced) return at(a * m + rail, b * m + rail);
         const u32 position = (rail + m - (a + b) % m) % m;
         return w / m + (position < w % m ? 1 : 0);
     }
@@ -34,5 +36,11 @@ struct Traffic {
 // Throws std::invalid_argument naming the entry, row or column when an entry is negative, a sum
 // passes 2^63 - 1, or rows * row_bytes does.
 Traffic make_traffic(const i64* matrix, const Topology& topology, u64 row_bytes);
+
+// What dispatch moves, from tokens, each counted once: to_server [R][N] that each rank has for each
+// server, to_rank [R][R] for each rank. Inside a server rows are to_rank's; between servers a rank's
+// rows for a server stand at its same-index peer there, since they can cross on any rail.
+Traffic make_token_traffic(const i64* to_server, const i64* to_rank, const Topology& topology,
+                           u64 row_bytes);
 
 }  // namespace fastkern

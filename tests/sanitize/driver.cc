@@ -95,7 +95,7 @@ std::string run_ranks(std::vector<Call>& calls, const Topology& topology,
             for (u64 epoch = 1; epoch <= calls.size(); ++epoch) {
                 Call& call = calls[epoch - 1];
                 const u64 record[2] = {epoch * 1000 + rank, ~epoch};
-                host.post_record(epoch, reinterpret_cast<const u8*>(record));
+                host.post_record(epoch, reinterpret_cast<const u8*>(record), sizeof record);
                 if (host.await_records(epoch, 60'000'000'000ull) != Outcome::kDone)
                     errors[rank] = "records did not come";
                 for (u32 k = 0; k < r; ++k) {
@@ -105,7 +105,8 @@ std::string run_ranks(std::vector<Call>& calls, const Topology& topology,
                         errors[rank] = "a record of another call was read";
                 }
                 if (!host.launch(call.tables[rank].data(), call.inputs[rank].data(),
-                                 call.outputs[rank].data(), epoch, 60'000'000'000ull, options))
+                                 call.outputs[rank].data(), nullptr, epoch, 60'000'000'000ull,
+                                 options))
                     errors[rank] = "the call was aborted";
             }
         });

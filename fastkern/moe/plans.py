@@ -1,0 +1,92 @@
+"""Plans of dispatches, kept for their combines, and the launches that go by them."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..calls import CallStats
+from ..config import Settings
+from ..host_runtime import HostRuntime
+from ..kernels import _host
+from ..planner import MoePlan, Policy, StageTable, Topology, plan_moe
+from .handle import array_of, header_of
+
+_PLANS_KEPT = 256
+
+
+class PlanKeeper:
+    """Plans and launches for one rank's dispatches and combines.
+
+    stats: figures of the last call that ended well.
+    """
+
+    def __init__(self, runtime: HostRuntime, topology: Topology, settings: Settings) -> None:
+        self.stats = CallStats(None)
+        self._runtime = runtime
+        self._topology = topology
+        self._settings = settings
+        self._plans: OrderedDict[int, MoePlan] = OrderedDict()
+
+    def make(self, to_server: Any, to_rank: Any, row_bytes: int) -> MoePlan:
+        policy: Policy = self._settings.policy  # type: ignore[assignment]
+        made = plan_moe(
+            to_server,
+            to_rank,
+            self._topology,
+            row_bytes,
+            policy,
+            chunk_bytes=self._settings.chunk_bytes,
+        )
+        if self._settings.debug:
+            made.validate()
+        return made
+
+    def of(self, meta: torch.Tensor) -> MoePlan:
+        """The plan of a handle's dispatch; made again, to the same bits, if it is long ago."""
+        header = header_of(meta)
+        serial = int(header["serial"])
+        found = self._plans.get(serial)
+        if found is None:
+            found = self.again(meta, int(header["plan_row_bytes"]))
+            self.keep(serial, found)
+        return found
+
+    def again(self, meta: torch.Tensor, row_bytes: int) -> MoePlan:
+        r, n = self._topology.num_ranks, self._topology.servers
+        to_server = array_of(meta, "to_server", np.int64, r * n).reshape(r, n)
+        to_rank = array_of(meta, "to_rank", np.int64, r * r).reshape(r, r)
+        return self.make(to_server, to_rank, row_bytes)
+
+    def keep(self, serial: int, plan: MoePlan) -> None:
+        self._plans[serial] = plan
+        if len(self._plans) > _PLANS_KEPT:
+            self._plans.popitem(last=False)
+
+    def launch(self, table: StageTable, arguments: _host.MoeArgs, op: str) -> float:
+        """Reserve the heap, then run; returns when the heap was there."""
+        need = max(1, table.data_layout().bytes)
+        if need > self._settings.max_buffer_bytes:
+            raise ValueError(
+                f"{op}: needs {need} bytes of staging per rank, max_buffer_bytes is "
+                f"{self._settings.max_buffer_bytes}"
+            )
+        self._runtime.reserve(need)
+        reserved = time.perf_counter()
+        self._runtime.launch_moe(table, arguments, op)
+        return reserved
+
+    def note(
+        self, plan: MoePlan, begin: float, entered: float, planned: float, reserved: float
+    ) -> None:
+        self.stats = CallStats(
+            plan,
+            entered - begin,
+            planned - entered,
+            reserved - planned,
+            time.perf_counter() - reserved,
+        )

@@ -1,0 +1,72 @@
+"""Checks and forms of tensors that dispatch and combine share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..tensors import dtype_name, shares_bytes
+
+VALUE_KINDS = {torch.float64: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+ALIGN = 16  # parts of a row, and rows, lie at multiples of it
+
+
+def aligned(num_bytes: int) -> int:
+    """Rounded up to a multiple of ALIGN."""
+    return -(-num_bytes // ALIGN) * ALIGN
+
+
+def row_form(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's values, contiguous."""
+    with torch.no_grad():
+        return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def with_target(out: torch.Tensor | None, rows: int, like: torch.Tensor) -> torch.Tensor:
+    """Where the kernel writes: `out` itself if it can, else fresh memory of the same shape."""
+    if out is not None and out.is_contiguous() and not shares_bytes(out, like):
+        return out
+    return torch.empty((rows, *like.shape[1:]), dtype=like.dtype)
+
+
+def check_dense(name: str, tensor: Any) -> None:
+    """Raise TypeError unless it is a dense CPU tensor."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, not {type(tensor).__name__}")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, not {tensor.layout}")
+    if tensor.device.type != "cpu":
+        raise TypeError(f"{name} is on {tensor.device}: only CPU tensors are supported so far")
+
+
+def check_floating(name: str, tensor: Any) -> None:
+    """Raise TypeError unless it holds values that a combine can sum."""
+    check_dense(name, tensor)
+    if tensor.dtype not in VALUE_KINDS:
+        raise TypeError(
+            f"{name} must be float64, float32, bfloat16 or float16, not {dtype_name(tensor.dtype)}"
+        )
+
+
+def check_out(name: str, out: Any, like: torch.Tensor) -> None:
+    """Raise TypeError or ValueError unless it can hold rows like those of `like`."""
+    check_dense(name, out)
+    if out.dtype != like.dtype:
+        raise TypeError(f"{name} is {dtype_name(out.dtype)}, its rows are {dtype_name(like.dtype)}")
+    if tuple(out.shape[1:]) != tuple(like.shape[1:]) or out.dim() == 0:
+        raise ValueError(f"{name} {list(out.shape)} must hold rows of {list(like.shape[1:])}")
+
+
+def num_values(shape: Sequence[int]) -> int:
+    """Product of the sizes."""
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def row_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of a row."""
+    return tensor.element_size() * num_values(tensor.shape[1:])

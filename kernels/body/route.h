@@ -1,0 +1,186 @@
+// Route: from topk_idx alone, which rows a rank sends and where each choice of a token goes.
+//
+// Two passes over the tokens with a scan between them and the exchange of counts before the second:
+//   count  per unit (a run of tokens, done by one lane) and key: copies for each expert, distinct
+//          tokens for each server and each rank
+//   scan   per key: each unit's first place among all units; the totals are what ranks exchange
+//   fill   again over the tokens: slots, window rows, row headers, pack list, token map
+// A unit counts in token order and units are runs in order, so every place follows from the tokens
+// alone: any number of units gives the same result.
+//
+// Example: 2 servers x 2 ranks, 4 experts (one each), rank 0 has tokens [0, 2], [3, 2], [-1, 1].
+//   copies [1, 1, 2, 1]; distinct for ranks [1, 1, 2, 1], for servers [2, 2]
+//   rows sent: token 0 for rank 0; token 2 for rank 1; tokens 0 and 1 for server 1, once each
+//   header of token 1's row: choice 0 -> local rank 1, choice 1 -> local rank 0
+#pragma once
+
+#include "kernels/body/handle.h"
+
+namespace fastkern {
+
+struct RouteArgs {
+    const u8* topk_idx;  // [T][K] int32 or int64
+    u64 num_tokens;
+    const u32* owner;        // [E] rank of each expert
+    const u32* local_index;  // [E] its index there
+    u64* counts;             // [units][E + N + R]; after the scan: places
+    u64* totals;             // [E + N + R]
+    u64* bad;                // first position of topk_idx that names no expert, or ~0
+    // fill:
+    u8* handle;
+    const u64* slot_base;     // [E] first output row of this rank's copies on the expert's rank
+    const u64* window_base;   // [R] first window row of this rank's tokens on each rank
+    const u64* list_base;     // [R] first row of the pack list for each destination
+    const u64* return_base;   // [N] combine: first window row of each server's sums
+    const u64* partial_base;  // [M] combine: first partial row of each local rank's sums
+    u32 idx_bytes;
+    u32 topk;
+    u32 num_experts;
+    u32 num_ranks;
+    u32 servers;
+    u32 gpus_per_server;
+    u32 rank;
+    u32 num_units;
+    u32 layout;
+    u32 reserved;
+};
+static_assert(sizeof(RouteArgs) == 144, "layout");
+
+FASTKERN_DEVICE inline u64 route_keys(const RouteArgs& a) {
+    return u64{a.num_experts} + a.servers + a.num_ranks;
+}
+
+FASTKERN_DEVICE inline long long route_expert(const RouteArgs& a, u64 position) {
+    if (a.idx_bytes == 4) return reinterpret_cast<const int*>(a.topk_idx)[position];
+    return reinterpret_cast<const long long*>(a.topk_idx)[position];
+}
+
+// The choices of one token, with what is the first of its kind.
+struct Choices {
+    u32 expert[kMostChoices];  // kNone: none
+    u32 rank[kMostChoices];
+    u32 first_of_rank[kMostChoices];    // 1: no earlier choice goes to this rank
+    u32 first_of_server[kMostChoices];  // 1: nor to this server
+};
+
+FASTKERN_DEVICE inline void read_choices(const RouteArgs& a, u64 token, Choices* c) {
+    for (u32 k = 0; k < a.topk; ++k) {
+        const long long e = route_expert(a, token * a.topk + k);
+        c->expert[k] = e < 0 || e >= a.num_experts ? kNone : static_cast<u32>(e);
+        if (c->expert[k] == kNone) {
+            c->rank[k] = kNone;
+            continue;
+        }
+        const u32 rank = c->rank[k] = a.owner[c->expert[k]];
+        c->first_of_rank[k] = c->first_of_server[k] = 1;
+        for (u32 j = 0; j < k; ++j) {
+            if (c->rank[j] == kNone) continue;
+            if (c->rank[j] == rank) c->first_of_rank[k] = 0;
+            if (c->rank[j] / a.gpus_per_server == rank / a.gpus_per_server)
+                c->first_of_server[k] = 0;
+        }
+    }
+}
+
+FASTKERN_DEVICE inline u64 unit_begin(const RouteArgs& a, u32 unit) {
+    const u64 share = a.num_tokens / a.num_units, more = a.num_tokens % a.num_units;
+    return share * unit + (unit < more ? unit : more);
+}
+
+FASTKERN_DEVICE inline void route_count(const RouteArgs& a, u32 unit) {
+    u64* const experts = a.counts + unit * route_keys(a);
+    u64* const servers = experts + a.num_experts;
+    u64* const ranks = servers + a.servers;
+    for (u64 key = 0; key < route_keys(a); ++key) experts[key] = 0;
+    Choices c;
+    for (u64 t = unit_begin(a, unit); t < unit_begin(a, unit + 1); ++t) {
+        read_choices(a, t, &c);
+        for (u32 k = 0; k < a.topk; ++k) {
+            if (c.expert[k] == kNone) {
+                const u64 position = t * a.topk + k;
+                if (route_expert(a, position) != -1 && position < *a.bad) *a.bad = position;
+                continue;
+            }
+            ++experts[c.expert[k]];
+            servers[c.rank[k] / a.gpus_per_server] += c.first_of_server[k];
+            ranks[c.rank[k]] += c.first_of_rank[k];
+        }
+    }
+}
+
+FASTKERN_DEVICE inline void route_scan(const RouteArgs& a, u64 key) {
+    u64 sum = 0;
+    for (u32 unit = 0; unit < a.num_units; ++unit) {
+        u64* const count = a.counts + unit * route_keys(a) + key;
+        const u64 here = *count;
+        *count = sum;
+        sum += here;
+    }
+    a.totals[key] = sum;
+}
+
+// The header of one row sent to `server` (or, `rank` given, to that rank alone).
+FASTKERN_DEVICE inline void fill_entries(const RouteArgs& a, const Choices& c, const u32* slot,
+                                         const u32* window_row, u32 server, u32 rank,
+                                         RowEntry* entries) {
+    const u32 m = a.gpus_per_server;
+    for (u32 k = 0; k < a.topk; ++k) {
+        const bool here =
+            c.rank[k] != kNone && c.rank[k] / m == server && (rank == kNone || c.rank[k] == rank);
+        entries[k] =
+            here ? RowEntry{slot[k], window_row[k], c.rank[k] % m} : RowEntry{kNone, kNone, kNone};
+    }
+}
+
+FASTKERN_DEVICE inline void route_fill(const RouteArgs& a, u32 unit) {
+    const HandleView h = view_handle(a.handle);
+    u64* const experts = a.counts + unit * route_keys(a);
+    u64* const servers = experts + a.num_experts;
+    u64* const ranks = servers + a.servers;
+    const u32 m = a.gpus_per_server, n = a.servers, own_server = a.rank / m;
+    Choices c;
+    u32 slot[kMostChoices], window_row[kMostChoices];
+    for (u64 t = unit_begin(a, unit); t < unit_begin(a, unit + 1); ++t) {
+        read_choices(a, t, &c);
+        u32* const map = h.token_map + t * (n + m);
+        for (u32 j = 0; j < n + m; ++j) map[j] = kNone;
+        for (u32 k = 0; k < a.topk; ++k) {
+            if (c.rank[k] == kNone) continue;
+            const u32 e = c.expert[k];
+            const u64 place = experts[e]++;
+            slot[k] = a.layout == kExpertLayout ? static_cast<u32>(a.slot_base[e] + place)
+                                                : a.local_index[e];
+            if (c.first_of_rank[k]) {
+                window_row[k] = static_cast<u32>(a.window_base[c.rank[k]] + ranks[c.rank[k]]);
+                continue;
+            }
+            for (u32 j = 0; j < k; ++j)
+                if (c.rank[j] == c.rank[k]) window_row[k] = window_row[j];
+        }
+        for (u32 k = 0; k < a.topk; ++k) {
+            if (c.rank[k] == kNone) continue;
+            const u32 rank = c.rank[k], server = rank / m;
+            u64 row;
+            if (server == own_server) {
+                if (!c.first_of_rank[k]) continue;
+                const u64 place = ranks[rank];
+                row = a.list_base[rank] + place;
+                map[n + rank % m] = rank == a.rank
+                                        ? window_row[k]
+                                        : static_cast<u32>(a.partial_base[rank % m] + place);
+                fill_entries(a, c, slot, window_row, server, rank, h.entries + row * a.topk);
+            } else {
+                if (!c.first_of_server[k]) continue;
+                const u64 place = servers[server]++;
+                row = a.list_base[server * m + a.rank % m] + place;
+                map[server] = static_cast<u32>(a.return_base[server] + place);
+                fill_entries(a, c, slot, window_row, server, kNone, h.entries + row * a.topk);
+            }
+            h.pack_list[row] = static_cast<u32>(t);
+        }
+        for (u32 k = 0; k < a.topk; ++k)
+            if (c.rank[k] != kNone) ranks[c.rank[k]] += c.first_of_rank[k];
+    }
+}
+
+}  // namespace fastkern
