@@ -1,6 +1,5 @@
 """fastkern: skew-balanced all-to-all for mixture-of-experts layers over two-tier fabrics."""
 
-from .calls import CallStats
 from .communicator import Communicator
 from .errors import (
     AgreementError,
@@ -12,6 +11,7 @@ from .errors import (
     WaitRecord,
 )
 from .ops import all_to_all_FAST, all_to_all_single, communicator_of, init, shutdown
+from .stats import CallStats
 from .transports import Capabilities, Transport, shaped, shm
 from .version import __version__
 from .work import Work

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,27 +15,12 @@ from .errors import HeapMemoryError
 from .host_runtime import HostRuntime
 from .planner import Plan, Policy, StageTable, Topology, plan
 from .records import OP_ALL_TO_ALL, OP_RESERVE, encode, row_bytes, verdict
+from .stats import CallStats
 from .tensors import RowCall
 
 Matrix = npt.NDArray[np.int64]
 
 _MOST_ROUNDS = 1 << 16
-
-
-@dataclass(frozen=True)
-class CallStats:
-    """Figures of the last call that ended well on this rank; times in seconds.
-
-    plan: of the call, or of its whole where it was done in rounds; None where nothing moved.
-    entry_s: until all ranks had entered and their counts were here. plan_s: planning and lowering.
-    grow_s: making a larger heap. kernel_s: the kernel, or all rounds.
-    """
-
-    plan: Plan | None
-    entry_s: float = 0.0
-    plan_s: float = 0.0
-    grow_s: float = 0.0
-    kernel_s: float = 0.0
 
 
 class CallRunner:
@@ -46,7 +30,6 @@ class CallRunner:
         self, runtime: HostRuntime, rank: int, topology: Topology, settings: Settings
     ) -> None:
         self.runtime = runtime
-        self.stats = CallStats(None)
         self._rank = rank
         self._topology = topology
         self._settings = settings
@@ -103,7 +86,7 @@ class CallRunner:
     ) -> None:
         if num_bytes == 0 or not traffic.any():
             call.finish()
-            self.stats = CallStats(None, entry_s=entered - begin)
+            self.runtime.stats = CallStats(None, entry_s=entered - begin)
             return
         made, table = self.plan(traffic, num_bytes)
         planned = time.perf_counter()
@@ -121,7 +104,7 @@ class CallRunner:
             self._move_in_rounds(call, traffic, num_bytes, num_rounds)
         ended = time.perf_counter()
         call.finish()
-        self.stats = CallStats(
+        self.runtime.stats = CallStats(
             made, entered - begin, planned - entered, reserved - planned, ended - reserved
         )
 

@@ -5,34 +5,34 @@ from __future__ import annotations
 import itertools
 import logging
 import secrets
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from . import bootstrap, transports
-from .calls import CallRunner, CallStats
+from .calls import CallRunner
 from .config import Settings, choose_settings
-from .errors import ClosedError, FastkernError
+from .errors import FastkernError
 from .host_runtime import HostRuntime, RuntimeOptions
 from .moe import exchanges
 from .moe import ops as moe_ops
 from .moe.counts import RouteCounts
 from .moe.handle import Handle
 from .moe.runner import MoeRunner
+from .moe.started import Pending, start
 from .planner import Policy, Topology
+from .stats import CallStats
 from .tensors import RowCall, prepare
 from .transports import Transport
+from .turns import Turns
 from .version import __version__
 from .work import Work
 
 log = logging.getLogger("fastkern")
 
-T = TypeVar("T")
 Dispatched = tuple[torch.Tensor | list[torch.Tensor], torch.Tensor | None, torch.Tensor, Handle]
 _numbers = itertools.count()
 
@@ -140,13 +140,7 @@ class Communicator:
             self._runtime, self.rank, self.topology, settings, secrets.randbits(63)
         )
         self.exchange_number = exchanges.register(self)
-        self._lock = threading.Lock()
-        self._running = threading.Lock()  # one call at a time, whoever makes it
-        self._pool: ThreadPoolExecutor | None = None
-        self._queued = 0
-        self._closed = False  # no new calls
-        self._released = False  # the heap is gone
-        self._name = f"fastkern-{next(_numbers)}"
+        self.turns = Turns(f"fastkern-{next(_numbers)}")
 
     # -- operations ------------------------------------------------------------------------------
 
@@ -173,7 +167,10 @@ class Communicator:
             call = prepare(output, input, output_split_sizes, input_split_sizes, self.num_ranks)
         except Exception as error:  # the other ranks must learn of it
             call = error
-        return self._submit(lambda: self._calls.run(call), async_op)
+        if async_op:
+            return Work(self.turns.queue(lambda: self._calls.run(call)))
+        self.turns.call(lambda: self._calls.run(call))
+        return None
 
     def dispatch(
         self,
@@ -255,6 +252,17 @@ class Communicator:
         """
         return moe_ops.combine(self, expert_out, handle, weights, bias, wire_dtype, out)
 
+    def dispatch_start(self, *args: Any, **options: Any) -> Pending[Dispatched]:
+        """`dispatch`, but return at once; `finish()` of the result waits and returns the same.
+
+        In between, this communicator refuses other calls, and the tensors must not be written.
+        """
+        return start("dispatch", self.dispatch, args, options)
+
+    def combine_start(self, *args: Any, **options: Any) -> Pending[torch.Tensor]:
+        """`combine`, but return at once, as `dispatch_start`."""
+        return start("combine", self.combine, args, options)
+
     def barrier(self) -> None:
         """Return when all ranks have called it: an exchange of nothing."""
         nothing = torch.empty(0, dtype=torch.uint8)
@@ -262,9 +270,7 @@ class Communicator:
 
     def check(self) -> None:
         """Raise the error that broke this communicator, if one did."""
-        with self._lock:
-            if self._closed:
-                raise ClosedError("the communicator is closed")
+        self.turns.check_open()
         self._runtime.check()
 
     def buffer_bytes_for(self, traffic: Any, row_bytes: int) -> int:
@@ -274,7 +280,7 @@ class Communicator:
 
     def reserve(self, num_bytes: int) -> None:
         """Have at least this much staging and window per rank. Collective, with equal sizes."""
-        self._submit(lambda: self._calls.reserve(num_bytes), False)
+        self.turns.call(lambda: self._calls.reserve(num_bytes))
 
     def forget_plan(self) -> None:
         """Plan the next call anew, even if it is equal to the last; for measurements."""
@@ -283,21 +289,13 @@ class Communicator:
     @property
     def stats(self) -> CallStats:
         """Figures of the last call that ended well on this rank."""
-        return self._calls.stats
+        return self._runtime.stats
 
     # -- life ------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Wait for queued calls, then give the heap back. Not collective; may be repeated."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-        if self._pool is not None:
-            self._pool.shutdown(wait=True)
-        with self._running:  # a call of another thread ends first
-            self._released = True
-            self._runtime.close()
+        self.turns.close(self._runtime.close)
 
     def __enter__(self) -> Communicator:
         return self
@@ -309,46 +307,5 @@ class Communicator:
         t = self.topology
         return (
             f"Communicator(rank {self.rank} of {self.num_ranks}, {t.servers} servers x "
-            f"{t.gpus_per_server}, {self.transport.name}{', closed' if self._closed else ''})"
+            f"{t.gpus_per_server}, {self.transport.name}{', closed' if self.turns.closed else ''})"
         )
-
-    # -- inside ----------------------------------------------------------------------------------
-
-    def submit(self, run: Callable[[], T]) -> T:
-        """Run when the calls that are queued have ended; for the operations built on this class."""
-        results: list[T] = []
-        self._submit(lambda: results.append(run()), False)
-        return results[0]
-
-    def _submit(self, run: Callable[[], None], async_op: bool) -> Work | None:
-        """Run now, on this thread, or behind the calls that are queued."""
-        with self._lock:
-            if self._closed:
-                raise ClosedError("the communicator is closed")
-            inline = not async_op and self._queued == 0
-            if not inline:
-                self._queued += 1
-                if self._pool is None:
-                    self._pool = ThreadPoolExecutor(1, thread_name_prefix=self._name)
-                future = self._pool.submit(self._run_queued, run)
-        if inline:
-            self._run(run)
-            return None
-        work = Work(future)
-        if async_op:
-            return work
-        work.wait()
-        return None
-
-    def _run(self, run: Callable[[], None]) -> None:
-        with self._running:
-            if self._released:
-                raise ClosedError("the communicator is closed")
-            run()
-
-    def _run_queued(self, run: Callable[[], None]) -> None:
-        try:
-            self._run(run)
-        finally:
-            with self._lock:
-                self._queued -= 1

@@ -25,6 +25,7 @@ from .planner import StageTable, Topology
 from .planner.api import DEFAULT_CHUNK_SLOTS
 from .planner.table import QUEUES, VALUE_BITS, flag_slots
 from .records import Words, record_words
+from .stats import CallStats
 from .transports import Transport
 
 log = logging.getLogger("fastkern")
@@ -61,6 +62,7 @@ class HostRuntime:
         self.num_ranks = topology.num_ranks
         self.epoch = 0  # of the last launch; calls in rounds launch more than once
         self.call = 0  # entered so far
+        self.stats = CallStats(None)
         self.data_bytes = 0  # per rank
         self._processes = processes
         self._options = options

@@ -12,6 +12,7 @@ from .counts import RouteCounts
 from .dispatch_arguments import DispatchCall, DispatchOptions, prepare_dispatch
 from .handle import MetaInfo, meta_info, slot_choice
 from .runner import DispatchResult, MoeRunner
+from .started import take_turn
 
 __all__ = [
     "DispatchOptions",
@@ -44,8 +45,7 @@ def dispatch_tensors(
         )
     except Exception as error:  # the other ranks must learn of it
         call = error
-    result: DispatchResult = comm.submit(lambda: runner.dispatch(call, counts))
-    return result
+    return take_turn(comm.turns, lambda: runner.dispatch(call, counts))
 
 
 def combine_tensors(
@@ -65,5 +65,4 @@ def combine_tensors(
         call = prepare_combine(expert_out, info, meta, weights, bias, wire_dtype, out)
     except Exception as error:  # the other ranks must learn of it
         call = error
-    result: torch.Tensor = comm.submit(lambda: runner.combine(call))
-    return result
+    return take_turn(comm.turns, lambda: runner.combine(call))

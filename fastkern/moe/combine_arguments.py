@@ -50,7 +50,7 @@ class CombineCall:
         return max(ALIGN, aligned(self.width * self.wire_dtype.itemsize))
 
     @property
-    def partialrow_bytes(self) -> int:
+    def partial_row_bytes(self) -> int:
         """Bytes of a rank's sum inside a server."""
         return max(ALIGN, aligned(self.width * self.sum_bytes))
 

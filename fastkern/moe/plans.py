@@ -9,30 +9,27 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..calls import CallStats
 from ..config import Settings
 from ..host_runtime import HostRuntime
 from ..kernels import _host
 from ..planner import MoePlan, Policy, StageTable, Topology, plan_moe
+from ..stats import CallStats
 from .handle import array_of, header_of
 
 _PLANS_KEPT = 256
 
 
 class PlanKeeper:
-    """Plans and launches for one rank's dispatches and combines.
-
-    stats: figures of the last call that ended well.
-    """
+    """Plans and launches for one rank's dispatches and combines."""
 
     def __init__(self, runtime: HostRuntime, topology: Topology, settings: Settings) -> None:
-        self.stats = CallStats(None)
         self._runtime = runtime
         self._topology = topology
         self._settings = settings
         self._plans: OrderedDict[int, MoePlan] = OrderedDict()
 
     def make(self, to_server: Any, to_rank: Any, row_bytes: int) -> MoePlan:
+        """A plan for these counts, see plan_moe."""
         policy: Policy = self._settings.policy  # type: ignore[assignment]
         made = plan_moe(
             to_server,
@@ -57,12 +54,14 @@ class PlanKeeper:
         return found
 
     def again(self, meta: torch.Tensor, row_bytes: int) -> MoePlan:
+        """A plan for the same routing, with rows of this size."""
         r, n = self._topology.num_ranks, self._topology.servers
         to_server = array_of(meta, "to_server", np.int64, r * n).reshape(r, n)
         to_rank = array_of(meta, "to_rank", np.int64, r * r).reshape(r, r)
         return self.make(to_server, to_rank, row_bytes)
 
     def keep(self, serial: int, plan: MoePlan) -> None:
+        """Keep the plan of the handle that call `serial` made."""
         self._plans[serial] = plan
         if len(self._plans) > _PLANS_KEPT:
             self._plans.popitem(last=False)
@@ -83,7 +82,8 @@ class PlanKeeper:
     def note(
         self, plan: MoePlan, begin: float, entered: float, planned: float, reserved: float
     ) -> None:
-        self.stats = CallStats(
+        """Figures of a call that has just ended, from the times of its steps."""
+        self._runtime.stats = CallStats(
             plan,
             entered - begin,
             planned - entered,

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..calls import CallStats
 from ..config import Settings
 from ..host_runtime import HostRuntime
 from ..kernels import _host
@@ -61,11 +60,6 @@ class MoeRunner:
         if header["released"]:
             raise ValueError("handle: it has been released")
         return meta_info(meta)
-
-    @property
-    def stats(self) -> CallStats:
-        """Figures of the last call that ended well on this rank."""
-        return self._plans.stats
 
     # -- dispatch ----------------------------------------------------------------------------------
 
