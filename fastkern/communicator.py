@@ -19,10 +19,13 @@ from .errors import FastkernError
 from .host_runtime import HostRuntime, RuntimeOptions
 from .moe import exchanges
 from .moe import ops as moe_ops
+from .moe.buffers import WorstCase
 from .moe.counts import RouteCounts
+from .moe.dispatch_arguments import RowFormat
 from .moe.handle import Handle
 from .moe.runner import MoeRunner
 from .moe.started import Pending, start
+from .moe.tensor_checks import aligned_row
 from .planner import Policy, Topology
 from .stats import CallStats
 from .tensors import RowCall, prepare
@@ -277,6 +280,34 @@ class Communicator:
         """Bytes of staging and window per rank that a call with traffic [R, R] needs, exactly."""
         _, table = self._calls.plan(np.asarray(traffic), row_bytes)
         return table.data_layout().bytes
+
+    def moe_buffer_bytes_for(
+        self,
+        num_max_tokens_per_rank: int,
+        topk: int,
+        payload_row_bytes: Sequence[int],
+        *,
+        weight_bytes: int = 4,
+        combine_width: int = 0,
+        combine_dtype: torch.dtype = torch.bfloat16,
+        wire_dtype: torch.dtype | None = None,
+    ) -> int:
+        """Bytes per rank that no dispatch and combine within these limits exceed; for `reserve`.
+
+        payload_row_bytes: of each tensor of x. weight_bytes: of one of topk_weights, 0 without.
+        combine_width: values of a row of expert_out. The formula is in fastkern.moe.buffers; there
+        is a routing that needs all of it.
+        """
+        worst = WorstCase(self.topology, num_max_tokens_per_rank, topk)
+        form = RowFormat.of(payload_row_bytes, weight_bytes, topk)
+        wire = combine_dtype if wire_dtype is None else wire_dtype
+        sum_bytes = 8 if combine_dtype == torch.float64 else 4
+        return max(
+            worst.dispatch_bytes(form.row_bytes),
+            worst.combine_bytes(
+                aligned_row(combine_width * wire.itemsize), aligned_row(combine_width * sum_bytes)
+            ),
+        )
 
     def reserve(self, num_bytes: int) -> None:
         """Have at least this much staging and window per rank. Collective, with equal sizes."""

@@ -10,9 +10,8 @@ import torch
 from ..tensors import dtype_name
 from .handle import MetaInfo
 from .tensor_checks import (
-    ALIGN,
     VALUE_KINDS,
-    aligned,
+    aligned_row,
     check_dense,
     check_floating,
     check_out,
@@ -47,12 +46,12 @@ class CombineCall:
     @property
     def row_bytes(self) -> int:
         """Bytes of a row between servers."""
-        return max(ALIGN, aligned(self.width * self.wire_dtype.itemsize))
+        return aligned_row(self.width * self.wire_dtype.itemsize)
 
     @property
     def partial_row_bytes(self) -> int:
         """Bytes of a rank's sum inside a server."""
-        return max(ALIGN, aligned(self.width * self.sum_bytes))
+        return aligned_row(self.width * self.sum_bytes)
 
     def agreement(self, serial: int) -> str:
         """All that the ranks must have in common, as text."""

@@ -18,6 +18,11 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGN) * ALIGN
 
 
+def aligned_row(num_bytes: int) -> int:
+    """Bytes of a row that moves: rounded up, and at least one unit."""
+    return max(ALIGN, aligned(num_bytes))
+
+
 def row_form(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's values, contiguous."""
     with torch.no_grad():
