@@ -24,11 +24,12 @@ from torch import Tensor
 
 from ..errors import FastkernError
 from .exchanges import lookup
+from .library import operator
 
 # -- dispatch ------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("fastkern::dispatch_backward", mutates_args=())
+@operator("dispatch_backward")
 def dispatch_backward_op(
     grads: list[Tensor],
     grad_weights: Tensor | None,
@@ -134,7 +135,7 @@ def _dispatch_backward(
 # -- combine -------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("fastkern::combine_backward", mutates_args=())
+@operator("combine_backward")
 def combine_backward_op(
     grad_out: Tensor,
     expert_out: Tensor | None,

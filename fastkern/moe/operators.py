@@ -18,11 +18,13 @@ from torch._library.effects import EffectType
 
 from . import autograd
 from .exchanges import lookup
+from .inductor_order import keep_order
+from .library import operator
 from .placement import Placement
 from .sizes import worst_case_rows
 
 
-@torch.library.custom_op("fastkern::dispatch", mutates_args=())
+@operator("dispatch")
 def dispatch_op(
     xs: list[Tensor],
     topk_idx: Tensor,
@@ -82,6 +84,7 @@ def _(
     zero_padding: bool,
     num_max_tokens_per_rank: int | None,
 ) -> list[Tensor]:
+    keep_order(OVERLOADS)
     context = torch.library.get_ctx()
     placement = Placement(int(num_experts), int(num_ranks), expert_to_rank)
     num_own_experts = int(placement.num_owned[int(rank)])
@@ -103,7 +106,7 @@ def _(
     return [*recv, weights, idx, tokens_per_expert, meta, anchor]
 
 
-@torch.library.custom_op("fastkern::dispatch_again", mutates_args=())
+@operator("dispatch_again")
 def dispatch_again_op(
     xs: list[Tensor],
     topk_weights: Tensor | None,
@@ -134,6 +137,7 @@ def _(
     recv_topk_idx: Tensor,
     exchange: int,
 ) -> list[Tensor]:
+    keep_order(OVERLOADS)
     num_rows = sizes.shape[0]
     recv = [x.new_empty(num_rows, *x.shape[1:]) for x in xs]
     weights = sizes.new_empty(0)
@@ -144,7 +148,7 @@ def _(
     return [*recv, weights, tokens_per_expert, sizes.new_empty(sizes.shape)]
 
 
-@torch.library.custom_op("fastkern::combine", mutates_args=())
+@operator("combine")
 def combine_op(
     expert_out: Tensor,
     weights: Tensor | None,
@@ -172,6 +176,7 @@ def _(
     exchange: int,
     wire_dtype: torch.dtype | None,
 ) -> Tensor:
+    keep_order(OVERLOADS)
     return expert_out.new_empty(anchor.shape[1], *expert_out.shape[1:])
 
 
@@ -191,5 +196,7 @@ dispatch_again_op.register_autograd(
     autograd.dispatch_again_backward, setup_context=autograd.dispatch_again_setup
 )
 combine_op.register_autograd(autograd.combine_backward, setup_context=autograd.combine_setup)
-for _op in (dispatch_op, dispatch_again_op, combine_op, *autograd.OPS):
+_OPS = (dispatch_op, dispatch_again_op, combine_op, *autograd.OPS)
+for _op in _OPS:
     _op.register_effect(EffectType.ORDERED)
+OVERLOADS = tuple(_op._opoverload for _op in _OPS)

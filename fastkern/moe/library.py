@@ -1,0 +1,52 @@
+"""Operators in PyTorch's registry, under "fastkern::".
+
+As torch.library.custom_op makes them, but called directly: custom_op's way loads the compiler at
+the first call, seconds in which the other ranks wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_library = torch.library.Library("fastkern", "DEF")
+
+
+class Operator:
+    """A function as an operator; made by `operator`."""
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        self._name = f"fastkern::{name}"
+        schema = torch.library.infer_schema(function, mutates_args=())
+        _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        _library.impl(name, function, "CompositeExplicitAutograd")
+        self.overload = getattr(torch.ops.fastkern, name).default
+        self.__doc__ = function.__doc__
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """Run it."""
+        return self.overload(*args, **options)
+
+    def register_fake(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The sizes of its results, for compilers; a decorator."""
+        torch.library.register_fake(self._name, function, lib=_library)
+        return function
+
+    def register_autograd(
+        self, backward: Callable[..., Any], setup_context: Callable[..., Any] | None = None
+    ) -> None:
+        """Its gradients."""
+        torch.library.register_autograd(
+            self._name, backward, setup_context=setup_context, lib=_library
+        )
+
+    def register_effect(self, effect: Any) -> None:
+        """That it does more than compute its results: no compiler drops or moves it."""
+        _library._register_effectful_op(self._name, effect)
+
+
+def operator(name: str) -> Callable[[Callable[..., Any]], Operator]:
+    """Make the operator "fastkern::name" of a function of tensors and numbers; a decorator."""
+    return lambda function: Operator(name, function)
