@@ -71,7 +71,7 @@ def prepare(
             f"a row of input {_shape(input)} has {_row_bytes(input)} bytes, "
             f"a row of output {_shape(output)} has {_row_bytes(output)}"
         )
-    if _may_overlap_itself(output):
+    if may_overlap_itself(output):
         raise ValueError(
             f"output {_shape(output)} with strides {list(output.stride())} may hold one element "
             "at several places: it cannot be written"
@@ -124,7 +124,7 @@ def _row_bytes(tensor: torch.Tensor) -> int:
     return count
 
 
-def _may_overlap_itself(tensor: torch.Tensor) -> bool:
+def may_overlap_itself(tensor: torch.Tensor) -> bool:
     """True where strides do not prove that each element has a place of its own."""
     if tensor.numel() == 0:
         return False

@@ -150,9 +150,10 @@ def prepare_dispatch(
         outs = list(out)
         if len(outs) != len(xs):
             raise ValueError(f"out: {len(outs)} tensors for {len(xs)} of x")
-        rows = outs[0].shape[0] if info is None else info.num_recv_rows
         for o, x in zip(outs, xs, strict=True):
             check_out("out", o, x)
+        rows = outs[0].shape[0] if info is None else info.num_recv_rows
+        for o in outs:
             if o.shape[0] != rows:
                 raise ValueError(f"out has {o.shape[0]} rows, but {rows} are received")
     return DispatchCall(

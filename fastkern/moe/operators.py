@@ -199,4 +199,4 @@ combine_op.register_autograd(autograd.combine_backward, setup_context=autograd.c
 _OPS = (dispatch_op, dispatch_again_op, combine_op, *autograd.OPS)
 for _op in _OPS:
     _op.register_effect(EffectType.ORDERED)
-OVERLOADS = tuple(_op._opoverload for _op in _OPS)
+OVERLOADS = tuple(_op.overload for _op in _OPS)

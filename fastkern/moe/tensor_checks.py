@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..tensors import dtype_name, shares_bytes
+from ..tensors import dtype_name, may_overlap_itself, shares_bytes
 
 VALUE_KINDS = {torch.float64: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 ALIGN = 16  # parts of a row, and rows, lie at multiples of it
@@ -62,6 +62,11 @@ def check_out(name: str, out: Any, like: torch.Tensor) -> None:
         raise TypeError(f"{name} is {dtype_name(out.dtype)}, its rows are {dtype_name(like.dtype)}")
     if tuple(out.shape[1:]) != tuple(like.shape[1:]) or out.dim() == 0:
         raise ValueError(f"{name} {list(out.shape)} must hold rows of {list(like.shape[1:])}")
+    if may_overlap_itself(out):
+        raise ValueError(
+            f"{name} {list(out.shape)} with strides {list(out.stride())} may hold one element at "
+            "several places: it cannot be written"
+        )
 
 
 def num_values(shape: Sequence[int]) -> int:
