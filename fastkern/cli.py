@@ -1,4 +1,4 @@
-"""The command line: `fastkern demo`, `fastkern plan`.
+"""The command line: `fastkern demo`, `fastkern train-demo`, `fastkern plan`.
 
 What a command needs is imported inside it, so that help and errors come at once.
 """
@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
 from .version import __version__
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 app = typer.Typer(
     help="All-to-all for mixture-of-experts layers, planned anew for every call.",
@@ -49,61 +53,139 @@ def _common(
     pass
 
 
+_Servers = Annotated[int, typer.Option(min=1, help="Servers.")]
+_RanksPerServer = Annotated[int, typer.Option(min=1, help="Ranks of each server.")]
+_Text = Annotated[
+    Optional[Path],  # noqa: UP045 (typer reads it at run time, on 3.10 too)
+    typer.Option(help="Text to train on and to route; Python's own sources if not given."),
+]
+_Experts = Annotated[int, typer.Option(min=0, help="Experts of a layer; 0: two for each rank.")]
+_TopK = Annotated[int, typer.Option(min=1, max=32, help="Experts of a token.")]
+_Hidden = Annotated[int, typer.Option(min=1, help="Floats in a row.")]
+_Seed = Annotated[int, typer.Option(help="Seed of the training.")]
+_TimeoutS = Annotated[float, typer.Option(min=1, help="Most seconds for the ranks.")]
+_Traceback = Annotated[bool, typer.Option("--traceback", help="Show where a failure came from.")]
+
+
 @app.command()
 def demo(
-    servers: Annotated[int, typer.Option(min=1, help="Servers.")] = 2,
-    ranks_per_server: Annotated[int, typer.Option(min=1, help="Ranks of each server.")] = 4,
-    text: Annotated[
-        Optional[Path],  # noqa: UP045 (typer reads it at run time, on 3.10 too)
-        typer.Option(help="Text to train on and to route; Python's own sources if not given."),
-    ] = None,
-    experts: Annotated[
-        int, typer.Option(min=0, help="Experts, at least 2; 0: two for each rank.")
-    ] = 0,
+    servers: _Servers = 2,
+    ranks_per_server: _RanksPerServer = 4,
+    text: _Text = None,
+    experts: _Experts = 0,
+    top_k: _TopK = 4,
     tokens_per_rank: Annotated[int, typer.Option(min=0, help="Tokens of each rank.")] = 2048,
-    hidden: Annotated[int, typer.Option(min=1, help="Floats in a row.")] = 256,
+    hidden: _Hidden = 256,
     steps: Annotated[int, typer.Option(min=0, help="Steps of training.")] = 200,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs, after one more.")] = 5,
-    seed: Annotated[int, typer.Option(help="Seed of the training.")] = 0,
+    seed: _Seed = 0,
     shaped: Annotated[
         bool,
         typer.Option("--shaped", help="Also on rate-limited links, beside SpreadOut and direct."),
     ] = False,
-    timeout_s: Annotated[float, typer.Option(min=1, help="Most seconds for the ranks.")] = 300.0,
-    traceback: Annotated[
-        bool, typer.Option("--traceback", help="Show where a failure came from.")
-    ] = False,
+    timeout_s: _TimeoutS = 300.0,
+    traceback: _Traceback = False,
 ) -> None:
     """Run a real MoE layer over ranks as processes, check it bit by bit, and time it.
 
-    Trains a tiny top-2 MoE language model on real text, with nothing that balances its experts.
-    Each rank then takes tokens of its own through the layer, exchanging rows with fastkern.
+    Trains a tiny MoE language model on real text, with nothing that balances its experts. Each rank
+    then takes tokens of its own through the layer, which dispatches and combines with fastkern.
     """
+    from .demo.options import Options
+    from .demo.run import run_demo
+
+    _run_demo(
+        "demo",
+        traceback,
+        lambda console: run_demo(
+            Options(
+                servers=servers,
+                ranks_per_server=ranks_per_server,
+                text=text,
+                experts=experts,
+                top_k=top_k,
+                tokens_per_rank=tokens_per_rank,
+                hidden=hidden,
+                steps=steps,
+                repeats=repeats,
+                seed=seed,
+                shaped=shaped,
+                timeout_s=timeout_s,
+            ),
+            console,
+        ),
+    )
+
+
+@app.command("train-demo")
+def train_demo(
+    servers: _Servers = 2,
+    ranks_per_server: _RanksPerServer = 4,
+    text: _Text = None,
+    layers: Annotated[int, typer.Option(min=1, help="MoE layers.")] = 3,
+    experts: _Experts = 0,
+    top_k: _TopK = 2,
+    tokens_per_rank: Annotated[
+        int, typer.Option(min=1, help="Tokens of each rank in a step.")
+    ] = 128,
+    hidden: _Hidden = 64,
+    dtype: Annotated[
+        str, typer.Option(help="float64 or float32; in float32 near ties part the runs.")
+    ] = "float64",
+    steps: Annotated[int, typer.Option(min=1, help="Steps of training.")] = 60,
+    seed: _Seed = 0,
+    record: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Write the experts chosen in every step to this file (.npz)."),
+    ] = None,
+    timeout_s: _TimeoutS = 300.0,
+    traceback: _Traceback = False,
+) -> None:
+    """Train a MoE language model with its experts spread over ranks, and whole in one process.
+
+    Both trainings begin with the same weights and see the same tokens of real text; each rank holds
+    its experts and a part of the tokens. Their losses must be the same up to rounding.
+    """
+    from .demo.options import TrainOptions
+    from .demo.train_run import run_train_demo
+
+    _run_demo(
+        "train-demo",
+        traceback,
+        lambda console: run_train_demo(
+            TrainOptions(
+                servers=servers,
+                ranks_per_server=ranks_per_server,
+                text=text,
+                layers=layers,
+                experts=experts,
+                top_k=top_k,
+                tokens_per_rank=tokens_per_rank,
+                hidden=hidden,
+                dtype=dtype,
+                steps=steps,
+                seed=seed,
+                record=record,
+                timeout_s=timeout_s,
+            ),
+            console,
+        ),
+    )
+
+
+def _run_demo(command: str, traceback: bool, run: Callable[[Console], None]) -> None:
+    """Run a demo; it leaves no processes behind, and fails on one line."""
     from rich.console import Console
 
-    from .demo.options import DemoError, Options
-    from .demo.run import run_demo
+    from .demo.errors import DemoError
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # clean up on the way out
     try:
-        options = Options(
-            servers=servers,
-            ranks_per_server=ranks_per_server,
-            text=text,
-            experts=experts,
-            tokens_per_rank=tokens_per_rank,
-            hidden=hidden,
-            steps=steps,
-            repeats=repeats,
-            seed=seed,
-            shaped=shaped,
-            timeout_s=timeout_s,
-        )
-        run_demo(options, Console())
+        run(Console())
     except DemoError as error:
         if traceback and error.details:
             print(error.details, file=sys.stderr)
-        raise _fail("demo", error) from None
+        raise _fail(command, error) from None
 
 
 @app.command("plan")

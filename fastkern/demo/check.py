@@ -6,9 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
-from .layer import Placement, Whole
-from .options import DemoError
+from .errors import DemoError
+from .layer import Whole
 from .results import RankResult
+from .rows import RowCounts
+
+# For sums of a few float32 terms of order 1 that are added in another order.
+RELATIVE, ABSOLUTE = 1e-5, 1e-5
 
 
 def same_rows(what: str, found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -17,45 +21,51 @@ def same_rows(what: str, found: torch.Tensor, expected: torch.Tensor) -> None:
     found, expected: [rows, ...] of one dtype. Bytes are compared, so NaN equals itself and 0.0
     differs from -0.0.
     """
+    _same_kind(what, found, expected)
+    if found.numel() == 0:
+        return
+    pair = [t.contiguous().view(torch.uint8).reshape(len(t), -1) for t in (found, expected)]
+    _raise_for(what, (pair[0] != pair[1]).any(dim=1))
+
+
+def close_rows(what: str, found: torch.Tensor, expected: torch.Tensor) -> None:
+    """The same for sums that were taken in another order; NaN is close to nothing."""
+    _same_kind(what, found, expected)
+    close = torch.isclose(found, expected, rtol=RELATIVE, atol=ABSOLUTE)
+    _raise_for(what, (~close).flatten(1).any(dim=1))
+
+
+def _same_kind(what: str, found: torch.Tensor, expected: torch.Tensor) -> None:
     if found.dtype != expected.dtype or found.shape != expected.shape:
         raise DemoError(
             f"{what}: {found.dtype} {list(found.shape)} instead of "
             f"{expected.dtype} {list(expected.shape)}"
         )
-    if found.numel() == 0:
-        return
-    pair = [t.contiguous().view(torch.uint8).reshape(len(t), -1) for t in (found, expected)]
-    wrong = (pair[0] != pair[1]).any(dim=1).nonzero().squeeze(1)
+
+
+def _raise_for(what: str, wrong_rows: torch.Tensor) -> None:
+    wrong = wrong_rows.nonzero().squeeze(1)
     if len(wrong):
-        raise DemoError(f"{what}: {len(wrong)} of {len(found)} rows differ, first row {wrong[0]}")
+        raise DemoError(
+            f"{what}: {len(wrong)} of {len(wrong_rows)} rows differ, first row {int(wrong[0])}"
+        )
 
 
-def check_results(
-    xs: Sequence[torch.Tensor],
-    wholes: Sequence[Whole],
-    placement: Placement,
-    results: Sequence[RankResult],
-) -> None:
-    """Hold every rank's rows against the layer in one process; raises DemoError at a difference.
-
-    xs: each rank's tokens [tokens, hidden], and wholes: the layer on them, both made in this
-    process. Rows of both exchanges are derived from the choices by their definition alone.
-    """
-    hidden = xs[0].shape[1]
+def check_results(wholes: Sequence[Whole], results: Sequence[RankResult]) -> None:
+    """Hold every rank against its part of the layer in one process; DemoError at a difference."""
     for rank, (whole, result) in enumerate(zip(wholes, results, strict=True)):
-        same_rows(f"rank {rank}, experts chosen", result.choice.experts, whole.choice.experts)
-        same_rows(f"rank {rank}, weights", result.choice.weights, whole.choice.weights)
-    for rank, result in enumerate(results):
-        own = placement.experts_of(rank)
-        sent = [
-            x[(whole.choice.experts == e).nonzero()[:, 0]]  # (token, choice) order
-            for x, whole in zip(xs, wholes, strict=True)
-            for e in own
-        ]
-        expected = torch.cat(sent) if sent else torch.empty(0, hidden)
-        same_rows(f"rank {rank}, rows received for its experts", result.received, expected)
-    for rank, (whole, result) in enumerate(zip(wholes, results, strict=True)):
-        flat = whole.choice.experts.reshape(-1)
-        back = [whole.expert_rows[flat == e] for e in range(placement.num_experts)]
-        same_rows(f"rank {rank}, rows received from experts", result.returned, torch.cat(back))
-        same_rows(f"rank {rank}, the layer's output", result.output, whole.output)
+        for what, found, expected in (
+            ("experts chosen", result.topk_idx, whole.topk_idx),
+            ("weights", result.topk_weights, whole.topk_weights),
+            ("rows received for its experts", result.received, whole.received),
+            ("weights received with them", result.received_weights, whole.received_weights),
+            ("the layer's output", result.output, whole.output),
+        ):
+            same_rows(f"rank {rank}, {what}", found, expected)
+
+
+def check_rows_sent(counts: RowCounts, results: Sequence[RankResult]) -> None:
+    """DemoError unless a token crossed once to each server that has experts of it."""
+    sent = sum(int(result.stats.scale_out_rows) for result in results)
+    if sent != counts.tokens_across:
+        raise DemoError(f"{sent} rows left their servers instead of {counts.tokens_across}")

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from .options import DemoError
+from .errors import DemoError
 
 _END_S = 3.0  # for a process to end, by itself or asked to
 

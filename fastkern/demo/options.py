@@ -1,51 +1,45 @@
-"""What the demo is asked to do, and how it says that something went wrong."""
+"""What the demos are asked to do."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-
-class DemoError(Exception):
-    """A reason to stop that is told to the user in one line: a difference, a lost rank, bad input.
-
-    details: more lines, a rank's traceback for instance, shown when asked for.
-    """
-
-    def __init__(self, text: str, details: str = "") -> None:
-        super().__init__(text)
-        self.details = details
+from .errors import DemoError
+from .model import ModelSizes
 
 
 @dataclass(frozen=True)
-class Options:
-    """Sizes of the demo; see `fastkern demo --help`.
+class CommonOptions:
+    """What both demos take; see their --help.
 
     text: file to read, None for Python's own sources. experts: 0 for two per rank. hidden: floats
-    in a row. steps: of training. repeats: timed runs, after one more. timeout_s: for the ranks.
+    in a row. top_k: experts of a token. steps: of training. timeout_s: for the ranks.
     """
 
     servers: int = 2
     ranks_per_server: int = 4
     text: Path | None = None
     experts: int = 0
-    tokens_per_rank: int = 2048
-    hidden: int = 256
-    steps: int = 200
-    repeats: int = 5
+    top_k: int = 2
+    tokens_per_rank: int = 128
+    hidden: int = 64
+    steps: int = 60
     seed: int = 0
-    shaped: bool = False
     timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
-        for name in ("servers", "ranks_per_server", "hidden", "repeats"):
-            if getattr(self, name) < 1:
-                raise DemoError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("experts", "tokens_per_rank", "steps"):
-            if getattr(self, name) < 0:
-                raise DemoError(f"{name} must not be negative, and is {getattr(self, name)}")
-        if self.num_experts < 2:
-            raise DemoError(f"a top-2 layer has at least 2 experts, not {self.num_experts}")
+        for name, least in self._least().items():
+            if getattr(self, name) < least:
+                raise DemoError(f"{name} must be at least {least}, not {getattr(self, name)}")
+        if self.top_k > min(self.num_experts, 32):
+            raise DemoError(
+                f"top_k must be at most 32 and the {self.num_experts} experts, not {self.top_k}"
+            )
+
+    def _least(self) -> dict[str, int]:
+        ones = dict.fromkeys(("servers", "ranks_per_server", "hidden", "top_k"), 1)
+        return ones | dict.fromkeys(("experts", "tokens_per_rank", "steps"), 0)
 
     @property
     def num_ranks(self) -> int:
@@ -54,5 +48,57 @@ class Options:
 
     @property
     def num_experts(self) -> int:
-        """Experts of the layer."""
+        """Experts of a layer."""
         return self.experts or 2 * self.num_ranks
+
+    @property
+    def source(self) -> str:
+        """What the text is."""
+        return "Python's standard library" if self.text is None else str(self.text)
+
+
+@dataclass(frozen=True)
+class Options(CommonOptions):
+    """Sizes of `fastkern demo`. repeats: timed runs, after one more."""
+
+    top_k: int = 4
+    tokens_per_rank: int = 2048
+    hidden: int = 256
+    steps: int = 200
+    repeats: int = 5
+    shaped: bool = False
+
+    def _least(self) -> dict[str, int]:
+        return super()._least() | {"repeats": 1}
+
+    @property
+    def sizes(self) -> ModelSizes:
+        """Of the model: one layer, with experts no wider than a token."""
+        return ModelSizes(1, self.hidden, self.hidden, self.num_experts, self.top_k)
+
+
+@dataclass(frozen=True)
+class TrainOptions(CommonOptions):
+    """Sizes of `fastkern train-demo`. dtype: of weights and rows. record: file for the routing."""
+
+    layers: int = 3
+    dtype: str = "float64"
+    record: Path | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dtype not in ("float32", "float64"):
+            raise DemoError(f"dtype must be float32 or float64, not {self.dtype}")
+
+    def _least(self) -> dict[str, int]:
+        return super()._least() | {"layers": 1, "steps": 1, "tokens_per_rank": 1}
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a token's row."""
+        return self.hidden * (4 if self.dtype == "float32" else 8)
+
+    @property
+    def sizes(self) -> ModelSizes:
+        """Of the model: experts twice as wide inside as a token."""
+        return ModelSizes(self.layers, self.hidden, 2 * self.hidden, self.num_experts, self.top_k)

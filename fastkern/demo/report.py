@@ -4,27 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
 import fastkern
-from fastkern.planner import Topology, plan
+from fastkern.moe.placement import Placement
 
-from .gate import Trained
-from .layer import TOP_K, Placement
+from .console import say, show, table_of
 from .options import Options
+from .pretrain import Trained
 from .results import PlanFacts, RankResult, slowest_s
-from .shaped import POLICIES
+from .rows import RowCounts
+from .shaped import PER_CHOICE, PER_SERVER, WAYS, plan_for, topology_of
 from .worker import EXCHANGES
 
 _BAR_WIDTH = 24
 _MOST_BARS = 32
-_PHASES = ("gate", "permute", "count exchange", "dispatch", "experts", "combine", "unpermute")
-
-
-Matrix = npt.NDArray[np.int64]
+_PHASES = ("gate", "dispatch", "experts", "combine")
 
 
 def print_report(
@@ -32,43 +28,36 @@ def print_report(
     options: Options,
     trained: Trained,
     text_bytes: int,
+    counts: RowCounts,
     results: Sequence[RankResult],
 ) -> None:
     """Everything that is told about a run that was found right."""
-    traffic: Matrix = np.array([r.send for r in results], dtype=np.int64)
-    row_bytes = options.hidden * 4
-    source = "Python's standard library" if options.text is None else str(options.text)
-    console.print(
+    say(
+        console,
         f"{options.servers} servers x {options.ranks_per_server} ranks as processes; "
-        f"{options.num_experts} experts, top-{TOP_K}, rows of {row_bytes} bytes",
-        f"text: {text_bytes / 1e6:.1f} MB of {source}; {options.steps} steps of training, "
+        f"{options.num_experts} experts, top-{options.top_k}, rows of {options.hidden * 4} bytes",
+        f"text: {text_bytes / 1e6:.1f} MB of {options.source}; {options.steps} steps of training, "
         f"{trained.bits_before:.2f} -> {trained.bits_after:.2f} bits per byte",
-        sep="\n",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
     )
-    _show(console, "Skew, in rows of the dispatch", _skew(options, results, traffic))
+    show(console, "Skew, in choices", _skew(options, counts))
     if options.num_ranks <= _MOST_BARS:
-        _show(console, "Where the rows go", _loads(options, traffic))
-    server = np.arange(options.num_ranks) // options.ranks_per_server
-    across = int(traffic[server[:, None] != server[None, :]].sum())
-    title = f"Plans: scale-out rows in sequence ({across} of {traffic.sum()} leave their server)"
-    _show(console, title, _plans(options, results, traffic))
-    _show(console, "Time of each phase on this machine (slowest rank, median)", _phases(results))
-    title = "The same rows by torch.distributed on gloo (found equal), in turns"
-    _show(console, title, _beside_gloo(results))
+        show(console, "Where the tokens go", _loads(options, counts))
+    title = "Rows of a dispatch; its combine moves as many back, as sums"
+    show(console, title, _saved(counts, results))
+    show(
+        console,
+        "Plans: rows in sequence between servers, and the least",
+        _plans(options, counts, results),
+    )
+    title = "Time of each phase on this machine (slowest rank, median)"
+    show(console, title, _phases(results))
+    title = "Beside all_to_all_single of torch.distributed on gloo, a copy per choice, in turns"
+    show(console, title, _beside_gloo(results))
     if options.shaped:
         title = f"On links of {_links()}, measured; rows found equal"
-        if results[0].shaped[0].rows < traffic.sum():
-            title += "; a share of the rows, to end in seconds"
-        _show(console, title, _shaped(results))
-
-
-def _show(console: Console, title: str, table: Table) -> None:
-    console.print()
-    console.print(title, style="bold", highlight=False, markup=False, soft_wrap=True)
-    console.print(table)
+        if results[0].shaped[0].rows < counts.tokens_across:
+            title += "; a share of the tokens, to end in seconds"
+        show(console, title, _shaped(results))
 
 
 def _links() -> str:
@@ -77,71 +66,74 @@ def _links() -> str:
     return f"{up:.0f} MB/s inside and {out:.0f} MB/s between servers"
 
 
-def _table(*columns: str) -> Table:
-    table = Table()
-    for k, name in enumerate(columns):
-        table.add_column(name, justify="left" if k == 0 else "right")
-    return table
-
-
-def _skew(options: Options, results: Sequence[RankResult], traffic: Matrix) -> Table:
-    per_expert = sum(
-        np.bincount(r.choice.experts.reshape(-1).numpy(), minlength=options.num_experts)
-        for r in results
-    )
-    per_rank = traffic.sum(0)
+def _skew(options: Options, counts: RowCounts) -> Table:
+    per_rank = counts.choices.sum(0)
     per_server = per_rank.reshape(options.servers, -1).sum(1)
-    table = _table("per", "busiest", "max", "mean", "max / mean")
-    for name, loads in (("expert", per_expert), ("rank", per_rank), ("server", per_server)):
-        loads = np.asarray(loads)
+    table = table_of("per", "busiest", "max", "mean", "max / mean")
+    for name, loads in (
+        ("expert", counts.per_expert),
+        ("rank", per_rank),
+        ("server", per_server),
+    ):
         mean = loads.mean()
         ratio = f"{loads.max() / mean:.2f}" if mean else "-"
         table.add_row(name, f"{name} {loads.argmax()}", f"{loads.max()}", f"{mean:.0f}", ratio)
     return table
 
 
-def _loads(options: Options, traffic: Matrix) -> Table:
-    table = _table("rank", "experts", "rows in", "")
+def _loads(options: Options, counts: RowCounts) -> Table:
+    table = table_of("rank", "experts", "tokens in", "choices in", "")
     table.columns[-1].justify = "left"
     placement = Placement(options.num_experts, options.num_ranks)
-    into = traffic.sum(0)
-    for rank, rows in enumerate(into):
+    tokens, choices = counts.to_rank.sum(0), counts.choices.sum(0)
+    for rank in range(options.num_ranks):
         server, own = rank // options.ranks_per_server, placement.experts_of(rank)
         experts = f"{own[0]}-{own[-1]}" if len(own) > 1 else f"{own[0]}" if own else "none"
-        bar = "#" * round(_BAR_WIDTH * rows / max(1, into.max()))
-        table.add_row(f"{rank} (server {server})", experts, f"{rows}", bar)
+        bar = "#" * round(_BAR_WIDTH * choices[rank] / max(1, choices.max()))
+        table.add_row(
+            f"{rank} (server {server})", experts, f"{tokens[rank]}", f"{choices[rank]}", bar
+        )
     return table
 
 
-def _plans(options: Options, results: Sequence[RankResult], traffic: Matrix) -> Table:
+def _saved(counts: RowCounts, results: Sequence[RankResult]) -> Table:
+    """What deduplication takes off the links between servers, as the handles tell it."""
+    table = table_of("copies of a token", "rows between servers", "rows inside servers")
+    across = sum(r.stats.scale_out_rows for r in results)
+    inside = sum(r.stats.scale_up_rows for r in results)
+    table.add_row(PER_CHOICE, f"{counts.choices_across}", f"{counts.choices_inside}")
+    table.add_row(f"{PER_SERVER} (fastkern)", f"{across}", f"{inside}")
+    changes = (_change(counts.choices_across, across), _change(counts.choices_inside, inside))
+    table.add_row("change", *changes)
+    return table
+
+
+def _change(before: int, after: int) -> str:
+    return f"{after / before - 1:+.0%}" if before else "-"
+
+
+def _plans(options: Options, counts: RowCounts, results: Sequence[RankResult]) -> Table:
     """What ran here, and what would on the two-tier fabric that --shaped imitates."""
-    table = _table("exchange", "links", "policy", "puts", "rows", "bound", "bound / rows")
+    table = table_of("exchange", "links", "copies", "policy", "puts", "rows", "bound")
     for name in EXCHANGES:
-        table.add_row(name, "as run", *_facts(results[0].plans[name]))
+        table.add_row(name, "as run", PER_SERVER, *_facts(results[0].plans[name]))
     transport = fastkern.shaped()
-    topology = Topology(
-        options.servers,
-        options.ranks_per_server,
-        transport.scale_up_GBps,
-        transport.scale_out_GBps,
-        transport.alpha_us,
-    )
-    for policy in POLICIES:
-        made = plan(traffic, topology, options.hidden * 4, policy) if traffic.any() else None
-        ratio = transport.scale_up_GBps / transport.scale_out_GBps
-        table.add_row("dispatch", f"{ratio:.0f} : 1", *_facts(PlanFacts.of(made)))
+    topology = topology_of(transport, options)
+    ratio = f"{transport.scale_up_GBps / transport.scale_out_GBps:.0f} : 1"
+    for copies, policy in WAYS:
+        made = plan_for(counts, copies, policy, topology, results[0].stats.row_bytes)
+        table.add_row("dispatch", ratio, copies, *_facts(PlanFacts.of(made)))
     return table
 
 
 def _facts(facts: PlanFacts | None) -> tuple[str, ...]:
     if facts is None:
-        return ("no rows", "-", "-", "-", "-")
+        return ("no rows", "-", "-", "-")
     return (
         facts.policy,
         f"{facts.max_puts_per_rank}",
         f"{facts.completion_rows}",
         f"{facts.bound_rows}",
-        f"{facts.bound_rows / facts.completion_rows:.1%}" if facts.completion_rows else "-",
     )
 
 
@@ -150,14 +142,14 @@ def _ms(results: Sequence[RankResult], phase: str) -> float:
 
 
 def _phases(results: Sequence[RankResult]) -> Table:
-    table = _table("phase", "ms")
+    table = table_of("phase", "ms")
     for phase in _PHASES:
         table.add_row(phase, f"{_ms(results, phase):.2f}")
     return table
 
 
 def _beside_gloo(results: Sequence[RankResult]) -> Table:
-    table = _table("", "fastkern ms", "gloo ms", "ratio")
+    table = table_of("", "fastkern ms", "gloo ms", "ratio")
     for name in EXCHANGES:
         ours, gloo = _ms(results, name), _ms(results, f"{name}, gloo")
         table.add_row(name, f"{ours:.2f}", f"{gloo:.2f}", f"{gloo / ours:.2f}")
@@ -165,21 +157,13 @@ def _beside_gloo(results: Sequence[RankResult]) -> Table:
 
 
 def _shaped(results: Sequence[RankResult]) -> Table:
-    table = _table(
-        "policy",
-        "exchange",
-        "planned as",
-        "rows",
-        "ms",
-        "bound ms",
-        "ms / bound",
-    )
+    table = table_of("copies", "policy", "exchange", "rows out", "ms", "bound ms", "ms / bound")
     for k, run in enumerate(results[0].shaped):
         seconds = slowest_s([r.shaped[k].spans for r in results])
         table.add_row(
+            run.copies,
             run.policy,
             run.direction,
-            run.planned or "-",
             f"{run.rows}",
             f"{seconds * 1e3:.1f}",
             f"{run.bound_us * 1e-3:.1f}",

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Any
 
 import torch
 
 from fastkern.planner import Plan
-
-from .layer import Choice
 
 Spans = list[tuple[float, float]]  # (begin, end) of each timed run, seconds
 
@@ -22,32 +21,26 @@ class PlanFacts:
     max_puts_per_rank: int
     bound_rows: int
     completion_rows: int
-    bound_us: float
 
     @staticmethod
     def of(made: Plan | None) -> PlanFacts | None:
         """None where a call had nothing to move and was not planned."""
         if made is None:
             return None
-        return PlanFacts(
-            made.policy,
-            made.max_puts_per_rank,
-            made.bound_rows,
-            made.completion_rows,
-            made.bound_us,
-        )
+        return PlanFacts(made.policy, made.max_puts_per_rank, made.bound_rows, made.completion_rows)
 
 
 @dataclass(frozen=True)
 class ShapedRun:
-    """An exchange on the shaped transport: asked-for policy, "dispatch" or "combine".
+    """An exchange on the shaped transport.
 
-    planned: the policy that was planned. rows: of all ranks. bound_us: of the best plan.
+    copies, policy: see shaped.WAYS. direction: "dispatch" or "combine". rows: over scale-out, of
+    all ranks. bound_us: the least that any plan for these copies takes.
     """
 
+    copies: str
     policy: str
     direction: str
-    planned: str
     rows: int
     bound_us: float
     spans: Spans
@@ -57,15 +50,16 @@ class ShapedRun:
 class RankResult:
     """A rank's part of the layer, and when it did what.
 
-    choice, received, returned, output: as in layer.Spread. send: rows to each rank in the dispatch.
-    spans: of each phase, on a clock that all ranks share. plans: of dispatch and combine.
+    topk_idx ... output: as in layer.Spread. stats: of the dispatch's handle. spans: of each phase,
+    on a clock that all ranks share. plans: of dispatch and combine.
     """
 
-    choice: Choice
-    send: list[int]
+    topk_idx: torch.Tensor
+    topk_weights: torch.Tensor
     received: torch.Tensor
-    returned: torch.Tensor
+    received_weights: torch.Tensor
     output: torch.Tensor
+    stats: Any
     spans: dict[str, Spans]
     plans: dict[str, PlanFacts | None]
     shaped: list[ShapedRun] = field(default_factory=list)

@@ -7,14 +7,17 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from .check import check_results
-from .gate import train
+from fastkern.moe.placement import Placement
+
+from .check import check_results, check_rows_sent
+from .console import one_thread, progress_bar, say_ok
 from .launch import run_ranks
-from .layer import Placement, run_whole
+from .layer import run_whole
 from .options import Options
+from .pretrain import train
 from .report import print_report
+from .rows import count_rows
 from .text import contexts, read_text, slices, split
 from .worker import num_steps, run_rank, save_inputs
 
@@ -25,30 +28,19 @@ def run_demo(options: Options, console: Console) -> None:
     Everything here and on the ranks runs on one thread: what the checks compare then has equal
     bits, and training gives the same model however many cores there are.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         _run(options, console)
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _run(options: Options, console: Console) -> None:
     text = read_text(options.text)
     to_train, held_out = split(text)
     passages = slices(held_out, options.num_ranks, options.tokens_per_rank)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as progress:
+    placement = Placement(options.num_experts, options.num_ranks)
+    with progress_bar(console) as progress:
         task = progress.add_task("training the layer", total=options.steps)
         trained = train(
-            to_train,
-            options.hidden,
-            options.num_experts,
-            options.steps,
-            options.seed,
-            lambda: progress.advance(task),
+            to_train, options.sizes, options.steps, options.seed, lambda: progress.advance(task)
         )
         task = progress.add_task("running it over ranks", total=num_steps(options))
         with tempfile.TemporaryDirectory(prefix="fastkern-demo-") as folder:
@@ -62,14 +54,14 @@ def _run(options: Options, console: Console) -> None:
             )
         progress.add_task("checking", total=None)
         with torch.no_grad():
-            xs = [trained.model.rows(contexts(passage)) for passage in passages]
-            wholes = run_whole(trained.model.moe, xs)
-        check_results(xs, wholes, Placement(options.num_experts, options.num_ranks), results)
-    print_report(console, options, trained, len(text), results)
-    console.print()
-    console.print(
-        f"[bold green]OK[/]: all {options.num_ranks} ranks agree with the layer in one process, "
-        "bit by bit: choices, dispatched rows, returned rows, outputs.",
-        highlight=False,
-        soft_wrap=True,
+            xs = [trained.model.first_rows(contexts(passage)) for passage in passages]
+            wholes = run_whole(trained.model.moe_layers()[0], xs, options.servers, placement)
+        check_results(wholes, results)
+    counts = count_rows([w.topk_idx for w in wholes], options.servers, placement)
+    check_rows_sent(counts, results)
+    print_report(console, options, trained, len(text), counts, results)
+    say_ok(
+        console,
+        f"all {options.num_ranks} ranks agree with the layer in one process, bit by bit: choices, "
+        "dispatched rows and weights, outputs.",
     )

@@ -4,86 +4,167 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import fastkern
-from fastkern.planner import Policy, plan
+from fastkern.nn import ExpertParallelMoE
+from fastkern.planner import Plan, Policy, Topology, plan, plan_moe
 
-from .check import same_rows
+from .check import close_rows, same_rows
+from .copies import Sent, combine_copies, dispatch_copies
 from .layer import Spread
+from .options import Options
 from .results import ShapedRun, Spans
+from .rows import RowCounts, count_rows
+
+T = TypeVar("T")
 
 POLICIES: tuple[Policy, ...] = ("auto", "spreadout", "direct")
-_LONGEST_S = 1.5  # the most that a rank's links may be busy in one call; more rows are left out
-
-Matrix = npt.NDArray[np.int64]
+PER_SERVER, PER_CHOICE = "per server", "per choice"  # a token's copies
+WAYS = tuple((copies, policy) for copies in (PER_SERVER, PER_CHOICE) for policy in POLICIES)
+_LONGEST_S = 1.0  # the most that a rank's links may be busy in one call; more tokens are left out
 
 
 def run_shaped(
-    rank: int, servers: int, spread: Spread, repeats: int, step: Callable[[], None]
+    layer: ExpertParallelMoE,
+    x: Tensor,
+    spread: Spread,
+    options: Options,
+    step: Callable[[], object],
 ) -> list[ShapedRun]:
-    """Dispatch and combine under each policy; every call's rows are checked. Collective."""
-    sends: list[list[int]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(sends, spread.send)
-    full: Matrix = np.array(sends, dtype=np.int64)
-    row_bytes = spread.outgoing.rows.shape[1] * spread.outgoing.rows.element_size()
-    transport = fastkern.shaped()
-    busy_s = _busiest_s(full * row_bytes, servers, transport)
-    kept = np.floor(full * min(1.0, _LONGEST_S / busy_s)).astype(np.int64) if busy_s else full
-    # A direction's rows to send and to receive, each cut to the first rows of every pair.
-    there = _cut(spread.outgoing.rows, full[rank], kept[rank])
-    here = _cut(spread.received, full[:, rank], kept[:, rank])
-    home = _cut(spread.returned, full[rank], kept[rank])
-    away = _cut(spread.computed, full[:, rank], kept[:, rank])
-    calls = (("dispatch", kept, there, here), ("combine", kept.T.copy(), away, home))
-    found = []
-    for policy in POLICIES:
-        with fastkern.Communicator(servers=servers, transport=transport, policy=policy) as comm:
-            for direction, traffic, rows, expected in calls:
-                what = f"rank {rank}, {direction} on shaped links, policy {policy}"
-                spans: Spans = []
-                for _ in range(repeats + 1):
-                    target = torch.empty_like(expected)
-                    comm.barrier()
-                    begin = time.monotonic()
-                    comm.all_to_all_single(
-                        target, rows, traffic[:, rank].tolist(), traffic[rank].tolist()
-                    )
-                    spans.append((begin, time.monotonic()))
-                    made = comm.stats.plan
-                    same_rows(what, target, expected)
-                best = plan(traffic, comm.topology, row_bytes)
-                found.append(
-                    ShapedRun(
-                        policy,
-                        direction,
-                        made.policy if made else "",
-                        int(traffic.sum()),
-                        best.bound_us,
-                        spans[1:],  # the first call maps memory
-                    )
-                )
-                step()
-            dist.barrier()
-    return found
+    """Dispatch and combine by each way; every call's rows are checked. Collective.
+
+    x: [tokens, hidden], of which the first ones are used where all would take too long.
+    """
+    return _Runs(layer, x, spread, options).all(step)
 
 
-def _busiest_s(traffic_bytes: Matrix, servers: int, transport: fastkern.Transport) -> float:
-    """How long the busiest rank's links would carry rows that go straight to their ranks."""
-    num_ranks = len(traffic_bytes)
-    server = np.arange(num_ranks) // (num_ranks // servers)
-    same = server[:, None] == server[None, :]
-    rate = np.where(same, transport.scale_up_GBps, transport.scale_out_GBps) * 1e9
-    np.fill_diagonal(rate, np.inf)
-    seconds = traffic_bytes / rate
-    return float(max(seconds.sum(0).max(), seconds.sum(1).max()))
+class _Runs:
+    def __init__(
+        self, layer: ExpertParallelMoE, x: Tensor, spread: Spread, options: Options
+    ) -> None:
+        self._layer, self._options = layer, options
+        self._dispatch_row_bytes = spread.handle.stats.row_bytes
+        self._row_bytes = x.shape[1] * x.element_size()
+        self._transport = fastkern.shaped()
+        self._topology = topology_of(self._transport, options)
+        busy_s = self._busy_s(self._count(spread.topk_idx))
+        kept = int(len(x) * min(1.0, _LONGEST_S / busy_s)) if busy_s else len(x)
+        self._x, self._weights = x[:kept], spread.topk_weights[:kept]
+        self._idx = spread.topk_idx[:kept]
+        self._counts = self._count(self._idx)
+        # What the calls must deliver, by links that are not slowed down.
+        self._received, (handle, weights) = self._dispatch(layer.comm)
+        self._computed = layer.run_experts(self._received, handle.tokens_per_expert_list)
+        self._output = self._combine(layer.comm, handle, weights)
+
+    def all(self, step: Callable[[], object]) -> list[ShapedRun]:
+        """Every way, in turn; `step` is called after each."""
+        found = []
+        for copies, policy in WAYS:
+            with fastkern.Communicator(
+                servers=self._options.servers, transport=self._transport, policy=policy
+            ) as comm:
+                found += self._one(comm, copies, policy)
+                dist.barrier()
+            step()
+        return found
+
+    def _one(self, comm: fastkern.Communicator, copies: str, policy: Policy) -> list[ShapedRun]:
+        dispatch: Callable[..., Any] = self._dispatch
+        combine: Callable[..., Tensor] = self._combine
+        same, num_rows = same_rows, self._counts.tokens_across
+        if copies == PER_CHOICE:
+            dispatch, combine = self._dispatch_copies, self._combine_copies
+            same, num_rows = close_rows, self._counts.choices_across
+        what = f"rank {comm.rank}, {{}} on shaped links, copies {copies}, policy {policy}"
+        there: Spans = []
+        back: Spans = []
+        for _ in range(self._options.repeats + 1):
+            rows, kept = _timed(comm, there, partial(dispatch, comm))
+            same_rows(what.format("dispatch"), rows, self._received)
+            output = _timed(comm, back, partial(combine, comm, *kept))
+            same(what.format("combine"), output, self._output)
+        return [
+            ShapedRun(
+                copies,
+                policy,
+                direction,
+                num_rows,
+                self._bound_us(copies, direction),
+                spans[1:],  # the first call maps memory
+            )
+            for direction, spans in (("dispatch", there), ("combine", back))
+        ]
+
+    def _dispatch(self, comm: Any) -> tuple[Tensor, tuple[Any, ...]]:
+        rows, weights, _, handle = comm.dispatch(
+            self._x, self._idx, self._weights, num_experts=self._layer.num_experts
+        )
+        return rows, (handle, weights)
+
+    def _combine(self, comm: Any, handle: Any, weights: Tensor) -> Tensor:
+        return comm.combine(self._computed, handle, weights=weights)  # type: ignore[no-any-return]
+
+    def _dispatch_copies(self, comm: Any) -> tuple[Tensor, tuple[Any, ...]]:
+        rows, sent = dispatch_copies(
+            comm.all_to_all_single, self._x, self._idx, self._layer.placement, comm.rank
+        )
+        return rows, (sent,)
+
+    def _combine_copies(self, comm: Any, sent: Sent) -> Tensor:
+        return combine_copies(comm.all_to_all_single, self._computed, sent, self._weights)
+
+    def _count(self, topk_idx: Tensor) -> RowCounts:
+        """Rows of all ranks, from this one's choices."""
+        parts: list[Tensor] = [topk_idx] * self._topology.num_ranks
+        dist.all_gather_object(parts, topk_idx)
+        return count_rows(parts, self._options.servers, self._layer.placement)
+
+    def _busy_s(self, counts: RowCounts) -> float:
+        """How long a rank's links would be busy with all tokens, in the slowest way."""
+        made = [
+            plan_for(counts, copies, policy, self._topology, self._dispatch_row_bytes)
+            for copies, policy in WAYS
+        ]
+        rate = self._topology.scale_out_GBps * 1e9
+        return max(max(p.completion_rows * p.row_bytes / rate, p.bound_us * 1e-6) for p in made)
+
+    def _bound_us(self, copies: str, direction: str) -> float:
+        """Of the best plan for these copies; a combine moves the same rows back."""
+        has_header = copies == PER_SERVER and direction == "dispatch"
+        row_bytes = self._dispatch_row_bytes if has_header else self._row_bytes
+        return plan_for(self._counts, copies, "auto", self._topology, row_bytes).bound_us
 
 
-def _cut(rows: torch.Tensor, full: Matrix, kept: Matrix) -> torch.Tensor:
-    """The first kept[k] rows of each part of full[k] rows."""
-    parts = torch.split(rows, full.tolist())
-    return torch.cat([part[:n] for part, n in zip(parts, kept.tolist(), strict=True)])
+def plan_for(
+    counts: RowCounts, copies: str, policy: Policy, topology: Topology, row_bytes: int
+) -> Plan:
+    """The plan of a dispatch with a copy per server, or per choice."""
+    if copies == PER_CHOICE:
+        return plan(counts.choices, topology, row_bytes, policy)
+    return plan_moe(counts.to_server, counts.to_rank, topology, row_bytes, policy)
+
+
+def topology_of(transport: fastkern.Transport, options: Options) -> Topology:
+    """The demo's servers and ranks on a transport's links."""
+    return Topology(
+        options.servers,
+        options.ranks_per_server,
+        transport.scale_up_GBps,
+        transport.scale_out_GBps,
+        transport.alpha_us,
+    )
+
+
+def _timed(comm: fastkern.Communicator, spans: Spans, call: Callable[[], T]) -> T:
+    """Run a call when all ranks are ready for it, and note its span."""
+    comm.barrier()
+    begin = time.monotonic()
+    value = call()
+    spans.append((begin, time.monotonic()))
+    return value

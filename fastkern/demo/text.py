@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from .options import DemoError
+from .errors import DemoError
 
 CONTEXT_BYTES = 8  # a token is one position of the text, seen through the bytes before it
 MAX_TEXT_BYTES = 3_000_000

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 import fastkern
+from fastkern.nn import ExpertParallelMoE
 
-from .check import same_rows
-from .gate import ByteModel
-from .layer import Exchange, Placement, Spread, run_spread
+from .check import close_rows, same_rows
+from .copies import combine_copies, dispatch_copies
+from .group import rank_group
+from .layer import Spread, run_spread
+from .model import ByteModel
 from .options import Options
 from .results import PlanFacts, RankResult, Spans
-from .shaped import POLICIES, run_shaped
+from .shaped import WAYS, run_shaped
 from .text import contexts
 
 T = TypeVar("T")
 
-_GROUP_TIMEOUT = timedelta(seconds=120)
 EXCHANGES = ("dispatch", "combine")
 
 
@@ -33,29 +33,15 @@ def run_rank(rank: int, step: Callable[[], None], folder: Path, options: Options
 
     Calls `step` on rank 0 after each part of the work, as often as num_steps says.
     """
-    torch.set_num_threads(1)
     torch.set_grad_enabled(False)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # all ranks are on this machine
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=options.num_ranks,
-        timeout=_GROUP_TIMEOUT,
-    )
-    try:
+    with rank_group(rank, options.num_ranks, folder):
         model, passage = _load_inputs(folder, rank, options)
-        result = _run_layer(rank, step if rank == 0 else lambda: None, model, passage, options)
-        dist.barrier()
-        return result
-    finally:
-        fastkern.shutdown()
-        dist.destroy_process_group()
+        return _run_layer(rank, step if rank == 0 else lambda: None, model, passage, options)
 
 
 def num_steps(options: Options) -> int:
     """Calls of `step` that rank 0 makes."""
-    return 1 + options.repeats + (len(POLICIES) * len(EXCHANGES) if options.shaped else 0)
+    return 1 + options.repeats + (len(WAYS) if options.shaped else 0)
 
 
 def save_inputs(folder: Path, model: ByteModel, passages: list[torch.Tensor]) -> None:
@@ -66,7 +52,7 @@ def save_inputs(folder: Path, model: ByteModel, passages: list[torch.Tensor]) ->
 
 
 def _load_inputs(folder: Path, rank: int, options: Options) -> tuple[ByteModel, torch.Tensor]:
-    model = ByteModel(options.hidden, options.num_experts)
+    model = ByteModel(options.sizes)
     model.load_state_dict(torch.load(folder / "model", weights_only=True))
     return model, torch.load(folder / f"passage-{rank}", weights_only=True)
 
@@ -78,53 +64,45 @@ def _run_layer(
     passage: torch.Tensor,
     options: Options,
 ) -> RankResult:
-    placement = Placement(options.num_experts, options.num_ranks)
-    experts = [model.moe.experts[e] for e in placement.experts_of(rank)]
-    x = model.rows(contexts(passage))
     comm = fastkern.init(servers=options.servers)
-    ours, gloo = exchange_by(fastkern.all_to_all_single), exchange_by(dist.all_to_all_single)
+    layer = ExpertParallelMoE.from_whole(model.moe_layers()[0], comm)
+    x = model.first_rows(contexts(passage))
     clock = Clock(comm)
     first: torch.Tensor | None = None
     for repeat in range(options.repeats + 1):
-        spread = run_spread(model.moe.gate, experts, placement, x, ours, clock)
-        _exchange_again(rank, spread, gloo, clock)
+        spread = run_spread(layer, x, clock)
+        _exchange_copies(layer, x, spread, clock)
         first = spread.output if first is None else first
         same_rows(f"rank {rank}, run {repeat} and the first one", spread.output, first)
         step()
-    shaped = []
-    if options.shaped:
-        shaped = run_shaped(rank, options.servers, spread, options.repeats, step)
+    shaped = run_shaped(layer, x, spread, options, step) if options.shaped else []
     return RankResult(
-        spread.choice,
-        spread.send,
+        spread.topk_idx,
+        spread.topk_weights,
         spread.received,
-        spread.returned,
+        spread.received_weights,
         spread.output,
+        spread.handle.stats,
         {name: spans[1:] for name, spans in clock.spans.items()},  # the first run maps memory
         {name: clock.plans[name] for name in EXCHANGES},
         shaped,
     )
 
 
-def _exchange_again(rank: int, spread: Spread, gloo: Exchange, clock: Clock) -> None:
-    """Both exchanges by gloo; raises DemoError where it delivers other rows than fastkern did."""
-    received = clock(
-        "dispatch, gloo", lambda: gloo(spread.outgoing.rows, spread.send, spread.receive)
+def _exchange_copies(
+    layer: ExpertParallelMoE, x: torch.Tensor, spread: Spread, clock: Clock
+) -> None:
+    """The same by gloo, a copy per choice; DemoError where its rows or sums are others."""
+    rank, gloo = layer.comm.rank, dist.all_to_all_single
+    received, sent = clock(
+        "dispatch, gloo",
+        lambda: dispatch_copies(gloo, x, spread.topk_idx, layer.placement, rank),
     )
-    returned = clock("combine, gloo", lambda: gloo(spread.computed, spread.receive, spread.send))
+    output = clock(
+        "combine, gloo", lambda: combine_copies(gloo, spread.computed, sent, spread.topk_weights)
+    )
     same_rows(f"rank {rank}, dispatch by fastkern and by gloo", spread.received, received)
-    same_rows(f"rank {rank}, combine by fastkern and by gloo", spread.returned, returned)
-
-
-def exchange_by(all_to_all_single: Callable[..., Any]) -> Exchange:
-    """An exchange into fresh memory by a function with PyTorch's signature."""
-
-    def exchange(rows: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
-        output = rows.new_empty((sum(receive), *rows.shape[1:]))
-        all_to_all_single(output, rows, receive, send)
-        return output
-
-    return exchange
+    close_rows(f"rank {rank}, combine by fastkern and by gloo", spread.output, output)
 
 
 class Clock:

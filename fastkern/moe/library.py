@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-_library = torch.library.Library("fastkern", "DEF")
+_library: Any = torch.library.Library("fastkern", "DEF")  # type: ignore[no-untyped-call]
 
 
 class Operator:

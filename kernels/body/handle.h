@@ -46,8 +46,8 @@ static_assert(sizeof(RowEntry) == 12, "layout");
     X(u64, window_rows)   /* distinct tokens that this rank gets */             \
     X(u64, receive_rows)  /* rows that this rank proxies */                     \
     X(u64, num_recv_rows) /* rows of the caller's output, padding included */   \
-    X(u64, sent_rows)     /* over scale-out */                                          \
-    X(u64, packed_rows)   /* to other ranks' send staging */                            \
+    X(u64, sent_rows)     /* over scale-out */                                  \
+    X(u64, packed_rows)   /* to other ranks' send staging */                    \
     X(u64, num_partials)  /* partial rows given out to other ranks, as proxy */ \
     X(u64, alignment)                                                           \
     X(u64, num_max_tokens) /* 0: none was set */                                \
