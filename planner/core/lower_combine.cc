@@ -54,34 +54,14 @@ void lower_push_to_owners(TableBuilder* t) {
 }
 
 void lower_put_back(TableBuilder* t, const ServerPuts& in) {
-    for (const ServerPut& s : in.puts) {
-        const u64 rows = in.part_rows[s.rail + t->local];
-        if (!rows) continue;
-        const u32 peer = s.other * t->num_local + t->local;
-        t->begin_stage(kPut, s.put->ticks_begin, s.put->ticks_end, s.num_chunks);
-        Stream& stream =
-            t->add_stream(rows, s.chunk_rows, peer, t->flags.arrive(t->rank) + s.first_chunk);
-        stream.source_row = in.staging_row[s.rail + t->local];
-        stream.target_row = s.remote_row;
-        gate_put(t, s, peer, &stream);
+    lower_puts(t, in, [&](const ServerPut& s, u64 rows) {
         t->add_segment(0, 0, rows, t->rank, t->flags.sum(s.other) + s.first_chunk);
-        t->end_stage();
-    }
+    });
 }
 
 void lower_receive_back(TableBuilder* t, const ServerPuts& out,
                         const std::vector<TilePieces>& tiles) {
-    u32 previous = kNoSlot;
-    for (const ServerPut& s : out.puts) {
-        const u64 rows = out.part_rows[s.rail + t->local];
-        if (!rows) continue;
-        const u32 peer = s.other * t->num_local + t->local;
-        let_send(t, s, peer, previous);
-        t->begin_stage(kReceive, s.put->ticks_begin, s.put->ticks_end, s.num_chunks);
-        Stream& stream =
-            t->add_stream(rows, s.chunk_rows, peer, t->flags.arrive(peer) + s.first_chunk);
-        stream.source_row = out.staging_row[s.rail + t->local];
-        previous = t->last_stream();
+    lower_receives(t, out, [&](const ServerPut& s, u64 rows) {
         std::vector<u8> touched(t->num_local, u8{0});
         for_each_part(tiles[s.other], t->local, out.part_begin[s.rail + t->local], rows,
                       [&](const Piece& p, u64 stream_row, u64 offset, u64 num_rows) {
@@ -100,8 +80,7 @@ void lower_receive_back(TableBuilder* t, const ServerPuts& out,
                 t->add_link(owner, t->flags.land(t->local, s.other) + s.first_chunk,
                             d == t->local ? kNoSlot : t->flags.ready(owner));
         }
-        t->end_stage();
-    }
+    });
 }
 
 void lower_land_back(TableBuilder* t, const ServerPuts& out, const std::vector<TilePieces>& tiles) {

@@ -35,23 +35,13 @@ void lower_pack(TableBuilder* t, const ServerPuts& out, const std::vector<TilePi
 }
 
 void lower_put(TableBuilder* t, const ServerPuts& out, const std::vector<TilePieces>& tiles) {
-    for (const ServerPut& s : out.puts) {
-        const u64 rows = out.part_rows[s.rail + t->local];
-        if (!rows) continue;
-        const u32 peer = s.other * t->num_local + t->local;
-        t->begin_stage(kPut, s.put->ticks_begin, s.put->ticks_end, s.num_chunks);
-        Stream& stream =
-            t->add_stream(rows, s.chunk_rows, peer, t->flags.arrive(t->rank) + s.first_chunk);
-        stream.source_row = out.staging_row[s.rail + t->local];
-        stream.target_row = s.remote_row;
-        gate_put(t, s, peer, &stream);
+    lower_puts(t, out, [&](const ServerPut& s, u64 rows) {
         for_each_source(tiles[s.other], t->local, out.part_begin[s.rail + t->local], rows,
                         [&](u32 src_local, u64 begin, u64 num_rows) {
                             t->add_segment(begin, 0, num_rows, t->server * t->num_local + src_local,
                                            t->flags.pack(src_local, s.other) + s.first_chunk);
                         });
-        t->end_stage();
-    }
+    });
 }
 
 // The destinations of a put's rows, by arithmetic.
@@ -89,23 +79,12 @@ void link_all(TableBuilder* t, const ServerPut& s, const ServerPuts& in,
 }
 
 void lower_receive(TableBuilder* t, const ServerPuts& in, const std::vector<TilePieces>& tiles) {
-    u32 previous = kNoSlot;
-    for (const ServerPut& s : in.puts) {
-        const u64 rows = in.part_rows[s.rail + t->local];
-        if (!rows) continue;
-        const u32 peer = s.other * t->num_local + t->local;
-        let_send(t, s, peer, previous);
-        t->begin_stage(kReceive, s.put->ticks_begin, s.put->ticks_end, s.num_chunks);
-        Stream& stream =
-            t->add_stream(rows, s.chunk_rows, peer, t->flags.arrive(peer) + s.first_chunk);
-        stream.source_row = in.staging_row[s.rail + t->local];
-        previous = t->last_stream();
+    lower_receives(t, in, [&](const ServerPut& s, u64) {
         if (t->plan.moe())
             link_all(t, s, in, tiles);
         else
             link_destinations(t, s, in, tiles);
-        t->end_stage();
-    }
+    });
 }
 
 // Dispatch: what a proxy has for us of a chunk is told by its Arrival records.

@@ -57,11 +57,50 @@ void for_each_source(const TilePieces& tile, u32 rail, u64 begin, u64 rows, cons
     if (source != ~0u) emit(source, first, end - first);
 }
 
-// The sender's side of a put: it starts when the receiver says so, direct: when its buffers are free.
+// The sender's side of a put: it starts when the receiver says so, direct: when its buffers are
+// free.
 void gate_put(TableBuilder* t, const ServerPut& s, u32 peer, Stream* stream);
 
 // The receiver's side: lets `peer` start put `s`. Its credit is posted at kernel start, or when the
 // previous put (`previous`, a stream, or kNoSlot) is nearly done; direct: all may start at once.
 void let_send(TableBuilder* t, const ServerPut& s, u32 peer, u32 previous);
+
+// This rank's part of each put, sent to the same-index peer: a stage with one stream, to which
+// add_segments(put, rows) adds what it waits for.
+template <class AddSegments>
+void lower_puts(TableBuilder* t, const ServerPuts& puts, const AddSegments& add_segments) {
+    for (const ServerPut& s : puts.puts) {
+        const u64 rows = puts.part_rows[s.rail + t->local];
+        if (!rows) continue;
+        const u32 peer = s.other * t->num_local + t->local;
+        t->begin_stage(kPut, s.put->ticks_begin, s.put->ticks_end, s.num_chunks);
+        Stream& stream =
+            t->add_stream(rows, s.chunk_rows, peer, t->flags.arrive(t->rank) + s.first_chunk);
+        stream.source_row = puts.staging_row[s.rail + t->local];
+        stream.target_row = s.remote_row;
+        gate_put(t, s, peer, &stream);
+        add_segments(s, rows);
+        t->end_stage();
+    }
+}
+
+// The same of puts that this rank receives; add_segments(put, rows) says where rows go.
+template <class AddSegments>
+void lower_receives(TableBuilder* t, const ServerPuts& puts, const AddSegments& add_segments) {
+    u32 previous = kNoSlot;
+    for (const ServerPut& s : puts.puts) {
+        const u64 rows = puts.part_rows[s.rail + t->local];
+        if (!rows) continue;
+        const u32 peer = s.other * t->num_local + t->local;
+        let_send(t, s, peer, previous);
+        t->begin_stage(kReceive, s.put->ticks_begin, s.put->ticks_end, s.num_chunks);
+        Stream& stream =
+            t->add_stream(rows, s.chunk_rows, peer, t->flags.arrive(peer) + s.first_chunk);
+        stream.source_row = puts.staging_row[s.rail + t->local];
+        previous = t->last_stream();
+        add_segments(s, rows);
+        t->end_stage();
+    }
+}
 
 }  // namespace fastkern
