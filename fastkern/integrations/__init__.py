@@ -1,0 +1,1 @@
+"""Plugs for frameworks: each module here works without its framework until it is switched on."""
