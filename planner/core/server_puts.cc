@@ -33,7 +33,7 @@ void collect_puts(const TableBuilder& t, bool out, ServerPuts* result) {
                 result->staging_row.resize(s.rail);
                 continue;
             }
-            const u64 rail_rows = ceil_div(t.traffic.tile(p.sender, p.receiver), m);
+            const u64 rail_rows = t.traffic.longest_rail(p.sender, p.receiver);
             s.chunk_rows = t.chunk_rows(rail_rows, parts[s.other]);
             s.num_chunks = static_cast<u32>(ceil_div(longest, s.chunk_rows));
             s.first_chunk = chunks[s.other];

@@ -31,6 +31,15 @@ struct Traffic {
         const u32 position = (rail + m - (a + b) % m) % m;
         return w / m + (position < w % m ? 1 : 0);
     }
+    u64 longest_rail(u32 a, u32 b) const {
+        if (balanced) return tile(a, b) / gpus_per_server + (tile(a, b) % gpus_per_server != 0);
+        u64 most = 0;
+        for (u32 l = 0; l < gpus_per_server; ++l) {
+            const u64 rows = rail_rows(a, b, l);
+            if (rows > most) most = rows;
+        }
+        return most;
+    }
 };
 
 // Throws std::invalid_argument naming the entry, row or column when an entry is negative, a sum
