@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
@@ -231,6 +232,24 @@ class MoePlan(Plan):
                 rank, row_bytes, partial_row_bytes, num_partials, num_tokens
             )
         )
+
+    def validate_combine(
+        self,
+        row_bytes: int,
+        partial_row_bytes: int,
+        num_partials: int,
+        num_tokens_per_rank: Sequence[int],
+    ) -> None:
+        """Lower every rank's combine and check the tables as `validate` does the dispatch's.
+
+        num_tokens_per_rank: [R]. Others as in `combine_table`. Raises RuntimeError listing the
+        faults found.
+        """
+        faults = self._core.validate_combine(
+            row_bytes, partial_row_bytes, num_partials, [int(t) for t in num_tokens_per_rank]
+        )
+        if faults:
+            raise RuntimeError("the combine is not valid:\n  " + "\n  ".join(faults))
 
     def staging_rows_of(self, rank: int) -> tuple[int, int]:
         """Rows that a rank puts, and that it gets, over scale-out."""

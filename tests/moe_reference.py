@@ -16,7 +16,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fastkern.moe.calls import DispatchOptions, DispatchResult
 from tests.moe_routing import Routing
+
+__all__ = [
+    "DispatchOptions",
+    "MetaInfo",
+    "Received",
+    "ReferenceExchange",
+    "as_bytes",
+    "combine",
+    "dense_combine",
+    "dispatch",
+    "slot_choice",
+]
 
 # -- dispatch ------------------------------------------------------------------------------------
 
@@ -116,11 +129,11 @@ def combine(
             if server_sum is not None and server != rank // per_server:
                 server_sum = server_sum.to(wire_dtype or dtype).to(precision)
             total = _plus(total, server_sum)
-        if total is None:
-            total = torch.zeros(row_shape, dtype=precision)
         if bias is not None:
-            total = total + (bias[token] if bias.dim() > len(row_shape) else bias).to(precision)
-        result[token] = total.to(dtype)
+            added = bias[token] if bias.dim() > len(row_shape) else bias
+            total = _plus(total, added.to(precision))
+        if total is not None:
+            result[token] = total.to(dtype)
     return result
 
 
@@ -158,31 +171,8 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class DispatchOptions:
-    """The options of a dispatch, as the functional layer takes them."""
-
-    num_experts: int
-    expert_to_rank: tuple[int, ...] | None = None
-    layout: str = "expert"
-    expert_alignment: int = 1
-    zero_padding: bool = False
-    num_max_tokens_per_rank: int | None = None
-
-
-@dataclass(frozen=True)
-class DispatchResult:
-    """What a dispatch gives. recv_topk_idx: in the rank layout."""
-
-    recv: list[Tensor]
-    recv_topk_weights: Tensor | None
-    recv_topk_idx: Tensor | None
-    tokens_per_expert: Tensor
-    meta: Tensor
-
-
-@dataclass(frozen=True)
 class MetaInfo:
-    """What a meta tensor says of its call on this rank."""
+    """What a meta tensor says of its call on this rank; the library's says more."""
 
     num_tokens: int
     topk: int
@@ -215,15 +205,15 @@ class ReferenceExchange:
         xs: Sequence[Tensor],
         topk_idx: Tensor | None,
         topk_weights: Tensor | None,
-        options: Any,
+        options: DispatchOptions | None,
         meta: Tensor | None = None,
         out: Sequence[Tensor] | None = None,
         counts: Any = None,
     ) -> DispatchResult:
-        """options: anything with the fields of DispatchOptions; None with `meta`."""
         del counts  # they are in topk_idx
         parts = self._gather(list(xs), topk_idx, topk_weights)
         if meta is None:
+            assert options is not None
             routing = Routing(
                 self.servers,
                 [idx.long() for _, idx, _ in parts],

@@ -123,6 +123,28 @@ def test_bits_are_those_of_the_reference(four: Pool, name: str, dtype: torch.dty
     four.run(same_bits, problem_named(name, dtype=dtype, width=33))
 
 
+def some(rank: int, num_ranks: int, problem: Problem, wanted: list[int]) -> None:
+    """Only some inputs require a gradient: it is the same as if all did."""
+    with communicator() as comm:
+        y, right = backward(comm, problem)
+        inputs = Inputs.of(problem, rank)
+        for index, leaf in enumerate(inputs.leaves):
+            leaf.requires_grad_(index in wanted)
+        got = sharded_layer(comm, problem, inputs)
+        assert got.requires_grad == bool(wanted)
+        if wanted:
+            (got * problem.cotangents[rank]).sum().backward()
+    assert same(got.detach(), y)
+    for index, gradient in enumerate(inputs.gradients):
+        assert same(gradient, right[index]) if index in wanted else gradient is None
+
+
+@pytest.mark.parametrize("wanted", [[0], [1], [2], [3], [1, 2], []], ids=str)
+@pytest.mark.parametrize("name", ["aligned", "rank"])
+def test_only_some_inputs_require_gradients(four: Pool, name: str, wanted: list[int]) -> None:
+    four.run(some, problem_named(name), wanted)
+
+
 # -- one operator at a time ------------------------------------------------------------------------
 
 
@@ -162,17 +184,18 @@ def test_gradients_of_combine(four: Pool, layout: str, whole_bias: bool) -> None
 
 
 def of_dispatch(rank: int, num_ranks: int, options: dict[str, Any]) -> None:
-    """On rank 1 only the weights count, elsewhere only the first payload; the third nowhere."""
+    """On rank 1 only the weights count, elsewhere only the first payload; others nowhere."""
     problem = Problem(dtype=torch.float32, options=options)
     idx = problem.topk_idx[rank]
     x, weights = Inputs.of(problem, rank).leaves[:2]
     ids = torch.arange(len(idx))
     scales = torch.rand(len(idx), 2, 2).requires_grad_()
+    fixed = torch.rand(len(idx))
     with communicator() as comm:
         recv, recv_weights, _, _ = comm.dispatch(
-            [x, ids, scales], idx, weights, num_experts=6, **options
+            [x, ids, scales, fixed], idx, weights, num_experts=6, **options
         )
-        assert [t.requires_grad for t in recv] == [True, False, True]
+        assert [t.requires_grad for t in recv] == [True, False, True, False]
         assert recv_weights.requires_grad
         assert recv_weights.grad_fn is recv[0].grad_fn
         loss = 3 * recv_weights.sum() if rank == 1 else 2 * recv[0].sum()

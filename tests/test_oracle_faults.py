@@ -266,8 +266,8 @@ def test_a_missing_gate_is_found_by_some_random_order() -> None:
     assert all("a gate is missing" in str(error) for error in found)
 
 
-def test_a_missing_wait_is_found_by_some_random_order() -> None:
-    """A put that does not await its pack: in plan-time order only the unread flag shows it."""
+def test_a_missing_wait_is_found_in_every_order() -> None:
+    """A put that does not await its pack: when the rows happen to be there, no flag says so."""
     _, tables, inputs = example("direct")
     segment = segments_of(tables[0], "put")[0]
 
@@ -275,14 +275,32 @@ def test_a_missing_wait_is_found_by_some_random_order() -> None:
         content["segments"][segment]["num_rows"] = 0
 
     tables[0] = edited(tables[0], edit)
-    with pytest.raises(OracleError, match="never awaited"):
+    with pytest.raises(OracleError, match="of send are read without their flag"):
         run_tables(tables, inputs)
     texts = []
     for seed in range(20):
-        with pytest.raises(OracleError) as caught:
+        with pytest.raises(OracleError, match="of send are read") as caught:
             run_tables(tables, inputs, np.random.default_rng(seed))
         texts.append(str(caught.value))
-    assert any("of send are read but not written" in text for text in texts)
+    assert any("but not written" in text for text in texts)
+
+
+def test_a_receive_in_larger_chunks_than_its_put_is_found_in_every_order() -> None:
+    """As many chunks and flags, but the first reads a row that only the second flag stands for."""
+    traffic = np.zeros((2, 2), np.int64)
+    traffic[0, 1] = 7
+    p = plan(traffic, Topology(2, 1), 8, "whole", chunk_bytes=32, chunk_slots=32)
+    inputs = random_inputs(traffic, 8, np.random.default_rng(0))
+    stream = streams_of(p.table(1), "receive")[0]
+
+    def edit(content: dict[str, Any]) -> None:
+        assert content["streams"][stream]["chunk_rows"] == 4
+        content["streams"][stream]["chunk_rows"] = 5
+
+    tables = [p.table(0), edited(p.table(1), edit)]
+    for rng in (None, *(np.random.default_rng(seed) for seed in range(10))):
+        with pytest.raises(OracleError, match="of receive are read"):
+            run_tables(tables, inputs, rng)
 
 
 def test_tables_and_inputs_must_belong_together() -> None:

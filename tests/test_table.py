@@ -10,11 +10,21 @@ import pytest
 from hypothesis import given, settings
 
 from fastkern.planner import StageTable, Topology, plan
-from fastkern.planner.table import ARRAYS, DTYPES, NO_SLOT, PHASES, QUEUES
+from fastkern.planner.table import (
+    ARRAYS,
+    ARRIVAL_BYTES,
+    AT_CHUNK_END,
+    DTYPES,
+    NO_SLOT,
+    OPS,
+    PHASES,
+    QUEUES,
+    VERSION,
+)
 from tests.reference import Case, traffic_matrices
 
 SIZES = {
-    "Header": 128,
+    "Header": 152,
     "Queue": 16,
     "Post": 16,
     "Stage": 40,
@@ -54,6 +64,23 @@ def test_dtypes_are_dense_and_little_endian() -> None:
         assert at == dtype.itemsize
 
 
+def test_queues_and_operations_are_those_of_the_header_file() -> None:
+    assert QUEUES == ("pack", "push", "put", "receive", "land", "take", "sum", "reduce")
+    assert OPS == ("all_to_all", "dispatch", "combine")
+    assert VERSION == 2
+    assert ARRIVAL_BYTES == 16
+    ended = dict(zip(QUEUES, AT_CHUNK_END, strict=True))
+    assert [queue for queue in QUEUES if ended[queue]] == ["receive", "land"]
+
+
+def test_an_all_to_all_has_no_scratch_and_no_sums() -> None:
+    for table in make_tables():
+        assert table.op == "all_to_all"
+        for field in ("scratch_rows", "scratch_row_bytes", "scratch_base"):
+            assert table.header[field] == 0
+        assert {queue for queue in QUEUES if not any(table.items(queue))} == {"sum", "reduce"}
+
+
 def test_the_views_share_the_bytes_and_cover_them_in_order() -> None:
     for rank, table in enumerate(make_tables()):
         assert table.rank == rank
@@ -83,7 +110,7 @@ def test_a_wrong_header_is_refused(values: dict[str, int], message: str) -> None
 
 def test_a_table_cut_short_or_too_long_is_refused() -> None:
     block = make_tables()[0].bytes
-    for size in (0, 127, 128, block.size - 1):
+    for size in (0, SIZES["Header"] - 1, SIZES["Header"], block.size - 1):
         with pytest.raises(ValueError, match="bytes"):
             _ = StageTable(block[:size]).header
     longer = np.concatenate([block, np.zeros(16, np.uint8)])
@@ -123,8 +150,9 @@ def test_items_come_in_queue_order_with_their_plan_times(policy: str) -> None:
 
 def test_the_phases_order_items_of_one_tick() -> None:
     phase = dict(zip(QUEUES, PHASES, strict=True))
-    assert phase["pack"] == phase["push"] == 0
+    assert phase["pack"] == phase["push"] == phase["reduce"] == 0
     assert phase["pack"] < phase["receive"] < phase["put"] < phase["land"] == phase["take"] < 4
+    assert phase["pack"] < phase["sum"] < phase["put"]
 
 
 @given(traffic_matrices(max_gpus_per_server=4))
@@ -185,10 +213,18 @@ def test_data_layout_follows_the_header(row_bytes: int) -> None:
     traffic = np.random.default_rng(row_bytes).integers(0, 50, (4, 4))
     table = plan(traffic, Topology(2, 2), row_bytes, "whole").table(3)
     layout, at = table.data_layout(), 0
-    for region in ("send", "receive", "window"):
+    for region in ("send", "receive", "window", "scratch"):
         assert getattr(layout, region) == at
         at += -(-int(table.header[region + "_rows"]) * row_bytes // 256) * 256
     assert layout.bytes == at
+    assert layout.scratch == layout.bytes
+
+
+def test_the_scratch_has_rows_of_its_own_size() -> None:
+    table = edited_header(make_tables()[0], scratch_rows=3, scratch_row_bytes=100)
+    layout = table.data_layout()
+    assert layout.scratch == make_tables()[0].data_layout().bytes
+    assert layout.bytes == layout.scratch + 512  # 300 bytes, up to a multiple of 256
 
 
 def test_json_holds_every_field_and_gives_the_same_bytes_back() -> None:
@@ -222,9 +258,10 @@ def test_an_empty_call_has_a_table_too() -> None:
 def test_the_text_names_queues_stages_and_streams() -> None:
     table = make_tables()[1]
     text = table.to_text()
-    assert "rank 1 of 6 (3 x 2), whole, rows of 8 bytes" in text
+    assert "rank 1 of 6 (3 x 2), all_to_all, whole, rows of 8 bytes" in text
     for queue, entry in zip(QUEUES, table.queues, strict=True):
-        assert f"{queue}: {entry['num_items']} items" in text
+        count = f"{queue}: {entry['num_items']} items"
+        assert (count in text) == (queue not in ("sum", "reduce"))
     assert text.count("  stage ") == len(table.stages)
     assert text.count("rows by ") == len(table.streams)
     assert text.count("credit to rank") == int((table.streams["credit_slot"] != NO_SLOT).sum())

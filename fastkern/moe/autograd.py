@@ -7,10 +7,14 @@ row with its row's gradient. Integers have no gradient.
 
 Every rank must issue the same exchanges in the same order, whatever it received. So a backward
 issues them all: gradients that do not arrive, because nothing that was received counts in the loss
-of this rank, are zeros; padding rows get zeros. What decides is which of dispatch's inputs require
-a gradient; that must be the same on all ranks, as must whether gradients are enabled. Of combine's
-inputs none decides: its backward has one exchange, always. On every rank the loss must depend on
-what combine (or, without one, dispatch) returned.
+of this rank, are zeros. What decides is which of dispatch's inputs require a gradient; that must be
+the same on all ranks, as must whether gradients are enabled. Of combine's inputs none decides: its
+backward has one exchange, always. On every rank the loss must depend on what combine (or, without
+one, dispatch) returned.
+
+Padding rows get zeros as gradients, and those that they get count nowhere. But a layer that
+computes with padding which nobody wrote has it in its own weights' gradients, since 0 * NaN is NaN:
+zero_padding is for that.
 
 A derivative of second order is refused.
 """

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from types import SimpleNamespace
 from typing import Any
 
 from ..errors import ClosedError
+from . import calls
 
 _numbers = itertools.count()
 _communicators: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -37,9 +37,4 @@ def lookup(number: int) -> tuple[Any, Any]:
 
 def functions_of(comm: Any) -> Any:
     """The functions that move rows for this communicator."""
-    found: SimpleNamespace | None = _functions.get(comm)
-    if found is not None:
-        return found
-    from . import calls
-
-    return calls
+    return _functions.get(comm, calls)

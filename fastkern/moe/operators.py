@@ -62,10 +62,8 @@ def dispatch_op(
     nothing = topk_idx.new_empty(0)
     weights = nothing.float() if got.recv_topk_weights is None else got.recv_topk_weights
     idx = nothing.long() if got.recv_topk_idx is None else got.recv_topk_idx
-    num_rows = functions.meta_info(got.meta).num_recv_rows
-    anchor = torch.empty(num_rows, topk_idx.shape[0], 0, device=topk_idx.device)
-    inputs = [*xs, topk_idx, *counts] + ([] if topk_weights is None else [topk_weights])
-    return _apart([*got.recv, weights, idx, got.tokens_per_expert, got.meta, anchor], inputs)
+    anchor = torch.empty(len(got.recv[0]), topk_idx.shape[0], 0, device=topk_idx.device)
+    return [*got.recv, weights, idx, got.tokens_per_expert, got.meta, anchor]
 
 
 @dispatch_op.register_fake
@@ -123,9 +121,7 @@ def dispatch_again_op(
     comm, functions = lookup(exchange)
     got = functions.dispatch_tensors(comm, xs, None, topk_weights, None, meta, None, None)
     weights = sizes.new_empty(0) if got.recv_topk_weights is None else got.recv_topk_weights
-    inputs = [*xs, meta] + ([] if topk_weights is None else [topk_weights])
-    anchor = torch.empty_like(sizes)
-    return _apart([*got.recv, weights, got.tokens_per_expert, anchor], inputs)
+    return [*got.recv, weights, got.tokens_per_expert, torch.empty_like(sizes)]
 
 
 @dispatch_again_op.register_fake
@@ -178,17 +174,6 @@ def _(
 ) -> Tensor:
     keep_order(OVERLOADS)
     return expert_out.new_empty(anchor.shape[1], *expert_out.shape[1:])
-
-
-def _apart(tensors: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
-    """The tensors, those copied that share memory with an input or with one before them."""
-    seen = {t.untyped_storage().data_ptr() for t in inputs if t.numel()}
-    apart = []
-    for tensor in tensors:
-        place = tensor.untyped_storage().data_ptr()
-        apart.append(tensor.clone() if tensor.numel() and place in seen else tensor)
-        seen.add(place)
-    return apart
 
 
 dispatch_op.register_autograd(autograd.dispatch_backward, setup_context=autograd.dispatch_setup)

@@ -24,20 +24,24 @@
 
 namespace fastkern {
 
-// Values that a lane holds at a time.
+// Values that a lane holds at a time. Loops over them have a constant number of rounds, so that
+// devices keep them in registers; those past the end of a row are never stored.
 template <class Target, class Sum>
 struct Values {
     Sum v[Target::kValues];
 };
 
-// kind: of the values at `from`, those of the sums themselves included.
-template <u32 kValues, class Sum>
-FASTKERN_DEVICE void load_values(const u8* from, u32 kind, u32 n, Sum* out) {
+// n values; kind: of those at `from`, that of the sums themselves included.
+template <class Target, class Sum>
+FASTKERN_DEVICE Values<Target, Sum> load_values(const u8* from, u32 kind, u32 n) {
     const u32 bytes = value_bytes(kind);
-    if (n == kValues)
-        for (u32 j = 0; j < kValues; ++j) load_value(from + j * bytes, kind, out + j);
+    Values<Target, Sum> values;
+    if (n == Target::kValues)
+        for (u32 j = 0; j < Target::kValues; ++j) load_value(from + j * bytes, kind, values.v + j);
     else
-        for (u32 j = 0; j < n; ++j) load_value(from + j * bytes, kind, out + j);
+        for (u32 j = 0; j < Target::kValues; ++j)
+            load_value(from + (j < n ? j : 0) * bytes, kind, values.v + j);
+    return values;
 }
 
 template <class Sum>
@@ -51,38 +55,44 @@ struct SumKind<double> {
     static constexpr u32 kKind = kFloat64;
 };
 
-// Adds terms one after the other.
+// Adds terms one after the other; 0 without any.
 template <class Target, class Sum>
 class Adder {
   public:
-    FASTKERN_DEVICE explicit Adder(u32 n) : n_(n) {}
-
     FASTKERN_DEVICE void add(const Values<Target, Sum>& term) {
         if (empty_)
             sum_ = term;
         else
-            for (u32 j = 0; j < n_; ++j) sum_.v[j] = sum_.v[j] + term.v[j];
+            for (u32 j = 0; j < Target::kValues; ++j) sum_.v[j] = sum_.v[j] + term.v[j];
         empty_ = false;
     }
-    FASTKERN_DEVICE void add(const u8* from, u32 kind) {
-        Values<Target, Sum> term;
-        load_values<Target::kValues>(from, kind, n_, term.v);
-        add(term);
+    FASTKERN_DEVICE void add(const Adder& other) {
+        if (!other.empty_) add(other.sum_);
     }
-    FASTKERN_DEVICE bool empty() const { return empty_; }
-    FASTKERN_DEVICE const Values<Target, Sum>& sum() const { return sum_; }
-    FASTKERN_DEVICE void store(u8* to, u32 kind) const {
+    FASTKERN_DEVICE void store(u8* to, u32 kind, u32 n) const {
         const u32 bytes = value_bytes(kind);
-        for (u32 j = 0; j < n_; ++j) store_value(to + j * bytes, kind, empty_ ? Sum{0} : sum_.v[j]);
+        for (u32 j = 0; j < Target::kValues; ++j)
+            if (j < n) store_value(to + j * bytes, kind, empty_ ? Sum{0} : sum_.v[j]);
     }
 
   private:
-    u32 n_;
     bool empty_ = true;
     Values<Target, Sum> sum_;
 };
 
-// What the sums of one item need; values [first, first + n) of a row.
+// A row of sums: where its terms are, and where it goes.
+struct SumRow {
+    const u32* local;  // [M] the sum of each local rank, or kNone: of this rank a window row of the
+                       // dispatch, of others a partial row; null: this rank alone, own_row
+    u64 own_row;       // window row of the dispatch
+    u64 first_partial;  // what partial rows are counted from
+    const u32* remote;  // [N] window row of each other server's sum, or kNone; null: no other's
+    const u8* bias;     // or null
+    u8* to;
+    u32 kind;  // of the values there
+};
+
+// The rows of one item.
 template <class Target, class Sum>
 class Combiner {
   public:
@@ -94,118 +104,116 @@ class Combiner {
           handle_(view_handle(args.moe->handle)),
           layout_(data_layout(*table.header)) {}
 
-    // Calls body(first, n) for the values of a row, this lane's share.
-    template <class Body>
-    FASTKERN_DEVICE void for_values(const Body& body) const {
-        constexpr u64 kValues = Target::kValues;
-        for (u64 first = target_.lane() * kValues; first < moe_.width;
-             first += target_.num_lanes() * kValues) {
-            const u64 left = moe_.width - first;
-            body(first, static_cast<u32>(left < kValues ? left : kValues));
-        }
-    }
-
-    // This rank's sum for a row of the dispatch's window.
-    FASTKERN_DEVICE Adder<Target, Sum> rank_sum(u64 window_row, u64 first, u32 n) const {
-        Adder<Target, Sum> adder(n);
-        if (handle_.header->layout == kRankLayout) {
-            add_weighted(window_row, first, n, &adder);
-            return adder;
-        }
-        const u32 topk = handle_.header->topk;
-        for (u32 k = 0; k < topk; ++k) {
-            const u32 slot = handle_.window_slots[window_row * topk + k];
-            if (slot != kNone) add_weighted(slot, first, n, &adder);
-        }
-        return adder;
-    }
-
-    // A row of sums from this rank's expert outputs to a partial row of `rank`.
-    FASTKERN_DEVICE void send_partial(u64 window_row, u32 rank, u64 partial_row) const {
-        u8* const to = partial(rank, partial_row);
-        for_values([&](u64 first, u32 n) {
-            rank_sum(window_row, first, n).store(to + first * sizeof(Sum), SumKind<Sum>::kKind);
-        });
+    // This rank's sum for a row of the dispatch's window, to a partial row of `rank`.
+    FASTKERN_DEVICE SumRow partial_row(u64 window_row, u32 rank, u64 target_row) const {
+        return {nullptr, window_row, 0, nullptr, nullptr, partial(rank, target_row), kSumKind};
     }
 
     // A proxied row: the partial rows of its server, into send staging.
-    FASTKERN_DEVICE void sum_server(u64 source_row, u64 target_row) const {
-        const u32 m = table_.header->gpus_per_server;
-        const u32* const touched = handle_.touched + source_row * m;
-        u8* const to =
-            args_.data[args_.rank] + layout_.send + target_row * table_.header->row_bytes;
-        for_values([&](u64 first, u32 n) {
-            Adder<Target, Sum> adder(n);
-            for (u32 d = 0; d < m; ++d) {
-                if (touched[d] == kNone) continue;
-                if (d == args_.rank % m)
-                    adder.add(rank_sum(touched[d], first, n).sum());
-                else
-                    adder.add(partial(args_.rank, table_.header->scratch_base + touched[d]) +
-                                  first * sizeof(Sum),
-                              SumKind<Sum>::kKind);
-            }
-            adder.store(to + first * value_bytes(moe_.wire_kind), moe_.wire_kind);
-        });
+    FASTKERN_DEVICE SumRow server_row(u64 source_row, u64 target_row) const {
+        const Header& h = *table_.header;
+        return {handle_.touched + source_row * h.gpus_per_server,
+                0,
+                h.scratch_base,
+                nullptr,
+                nullptr,
+                args_.data[args_.rank] + layout_.send + target_row * h.row_bytes,
+                moe_.wire_kind};
     }
 
     // A token of this rank: the sums of all servers, and the bias.
-    FASTKERN_DEVICE void reduce(u64 token) const {
-        const u32 m = table_.header->gpus_per_server, servers = table_.header->servers;
-        const u32* const map = handle_.token_map + token * (servers + m);
-        const u8* const window = args_.data[args_.rank] + layout_.window;
-        const u32 bytes = value_bytes(moe_.value_kind);
-        for_values([&](u64 first, u32 n) {
-            Adder<Target, Sum> adder(n);
-            for (u32 server = 0; server < servers; ++server) {
-                if (server == args_.rank / m) {
-                    const Adder<Target, Sum> own = own_server(map + servers, first, n);
-                    if (!own.empty()) adder.add(own.sum());
-                } else if (map[server] != kNone) {
-                    adder.add(window + map[server] * table_.header->row_bytes +
-                                  first * value_bytes(moe_.wire_kind),
-                              moe_.wire_kind);
-                }
-            }
-            if (moe_.bias)
-                adder.add(
-                    moe_.bias + token * moe_.bias_stride + first * value_bytes(moe_.bias_kind),
-                    moe_.bias_kind);
-            adder.store(moe_.result + (token * moe_.width + first) * bytes, moe_.value_kind);
-        });
+    FASTKERN_DEVICE SumRow token_row(u64 token) const {
+        const Header& h = *table_.header;
+        const u32* const map = handle_.token_map + token * (h.servers + h.gpus_per_server);
+        return {map + h.servers,
+                0,
+                0,
+                map,
+                moe_.bias ? moe_.bias + token * moe_.bias_stride : nullptr,
+                moe_.result + token * moe_.width * value_bytes(moe_.value_kind),
+                moe_.value_kind};
+    }
+
+    // All lanes, each its share of the row's values.
+    FASTKERN_DEVICE void sum(const SumRow& row) const {
+        constexpr u64 kValues = Target::kValues;
+        const u64 stride = target_.num_lanes() * kValues;
+        for (u64 first = target_.lane() * kValues; first < moe_.width; first += stride) {
+            const u64 left = moe_.width - first;
+            const u32 n = static_cast<u32>(left < kValues ? left : kValues);
+            sum_of_servers(row, first, n)
+                .store(row.to + first * value_bytes(row.kind), row.kind, n);
+        }
     }
 
     FASTKERN_DEVICE const HandleView& handle() const { return handle_; }
 
   private:
+    static constexpr u32 kSumKind = SumKind<Sum>::kKind;
+
     FASTKERN_DEVICE u8* partial(u32 rank, u64 row) const {
         return args_.data[rank] + layout_.scratch + row * table_.header->scratch_row_bytes;
     }
 
-    FASTKERN_DEVICE void add_weighted(u64 row, u64 first, u32 n, Adder<Target, Sum>* adder) const {
-        const u32 bytes = value_bytes(moe_.value_kind);
-        Values<Target, Sum> term;
-        load_values<Target::kValues>(moe_.expert_out + (row * moe_.width + first) * bytes,
-                                     moe_.value_kind, n, term.v);
-        if (moe_.row_weights) {
-            const Sum weight = reinterpret_cast<const Sum*>(moe_.row_weights)[row];
-            for (u32 j = 0; j < n; ++j) term.v[j] = Target::product(term.v[j], weight);
+    // Values [first, first + n) of a row, here and below.
+    FASTKERN_DEVICE Adder<Target, Sum> sum_of_servers(const SumRow& row, u64 first, u32 n) const {
+        const u32 own = args_.rank / table_.header->gpus_per_server;
+        const u32 end = row.remote ? table_.header->servers : own + 1;
+        const u8* const window = args_.data[args_.rank] + layout_.window;
+        Adder<Target, Sum> adder;
+        for (u32 server = row.remote ? 0 : own; server < end; ++server) {
+            if (server == own)
+                adder.add(sum_of_ranks(row, first, n));
+            else if (row.remote[server] != kNone)
+                adder.add(load_values<Target, Sum>(
+                    window + row.remote[server] * table_.header->row_bytes +
+                        first * value_bytes(moe_.wire_kind),
+                    moe_.wire_kind, n));
         }
-        adder->add(term);
+        if (row.bias)
+            adder.add(load_values<Target, Sum>(row.bias + first * value_bytes(moe_.bias_kind),
+                                               moe_.bias_kind, n));
+        return adder;
     }
 
-    // map: [M] of one token.
-    FASTKERN_DEVICE Adder<Target, Sum> own_server(const u32* map, u64 first, u32 n) const {
-        const u32 m = table_.header->gpus_per_server;
-        Adder<Target, Sum> adder(n);
-        for (u32 d = 0; d < m; ++d) {
-            if (map[d] == kNone) continue;
-            if (d == args_.rank % m)
-                adder.add(rank_sum(map[d], first, n).sum());
+    FASTKERN_DEVICE Adder<Target, Sum> sum_of_ranks(const SumRow& row, u64 first, u32 n) const {
+        const u32 m = table_.header->gpus_per_server, own = args_.rank % m;
+        const u32 end = row.local ? m : own + 1;
+        Adder<Target, Sum> adder;
+        for (u32 d = row.local ? 0 : own; d < end; ++d) {
+            const u64 at = row.local ? row.local[d] : row.own_row;
+            if (at == kNone) continue;
+            if (d == own)
+                adder.add(sum_of_slots(at, first, n));
             else
-                adder.add(partial(args_.rank, map[d]) + first * sizeof(Sum), SumKind<Sum>::kKind);
+                adder.add(load_values<Target, Sum>(
+                    partial(args_.rank, row.first_partial + at) + first * sizeof(Sum), kSumKind,
+                    n));
         }
         return adder;
+    }
+
+    FASTKERN_DEVICE Adder<Target, Sum> sum_of_slots(u64 window_row, u64 first, u32 n) const {
+        const bool one = handle_.header->layout == kRankLayout;  // output row of all its choices
+        const u32 topk = one ? 1 : handle_.header->topk;
+        Adder<Target, Sum> adder;
+        for (u32 k = 0; k < topk; ++k) {
+            const u64 slot = one ? window_row : handle_.window_slots[window_row * topk + k];
+            if (slot != kNone) adder.add(weighted(slot, first, n));
+        }
+        return adder;
+    }
+
+    FASTKERN_DEVICE Values<Target, Sum> weighted(u64 slot, u64 first, u32 n) const {
+        Values<Target, Sum> term = load_values<Target, Sum>(
+            moe_.expert_out + (slot * moe_.width + first) * value_bytes(moe_.value_kind),
+            moe_.value_kind, n);
+        if (moe_.row_weights) {
+            const Sum weight = reinterpret_cast<const Sum*>(moe_.row_weights)[slot];
+            for (u32 j = 0; j < Target::kValues; ++j)
+                term.v[j] = Target::product(term.v[j], weight);
+        }
+        return term;
     }
 
     const Target& target_;
@@ -216,37 +224,39 @@ class Combiner {
     const DataLayout layout_;
 };
 
+// One run of rows; pack: one for each source, as its Arrival record says.
 template <class Sum, class Target, class Transport>
 FASTKERN_DEVICE void combine_sums(const Target& target, const Transport& transport,
                                   const TableView& table, const KernelArgs& args,
                                   const Item& item) {
     const Stream& s = table.streams[item.stream];
     const Combiner<Target, Sum> combiner(target, table, args);
-    const u32 m = table.header->gpus_per_server;
-    const u64 end_row = item.first_row + item.num_rows;
+    const u32 num_runs = item.queue == kPack ? table.header->gpus_per_server : 1;
+    const u64 segment_row = table.segments[item.first_segment].row;
     u64 sent_bytes = 0;
-    if (item.queue == kPack) {
-        const u64 first = table.segments[item.first_segment].row + item.chunk;
-        for (u32 source = 0; source < m; ++source) {
-            const Arrival a = combiner.handle().arrivals[first * m + source];
-            for (u64 k = 0; k < a.num_rows; ++k)
-                combiner.send_partial(a.window_row + k, s.peer,
-                                      table.header->scratch_base + a.partial_row + k);
-            sent_bytes += a.num_rows * table.header->scratch_row_bytes;
+    for (u32 run = 0; run < num_runs; ++run) {
+        u64 from = item.first_row, to = item.first_row, num_rows = item.num_rows;
+        if (item.queue == kPack) {
+            const Arrival a =
+                combiner.handle().arrivals[(segment_row + item.chunk) * num_runs + run];
+            from = a.window_row;
+            to = table.header->scratch_base + a.partial_row;
+            num_rows = a.num_rows;
+        } else if (item.queue == kPush) {
+            from += segment_row;
+            to += s.target_row;
+        } else if (item.queue == kSum) {
+            from += s.source_row;
+            to += s.target_row;
         }
-    } else if (item.queue == kPush) {
-        const u64 window_row = table.segments[item.first_segment].row;
-        for (u64 row = item.first_row; row < end_row; ++row)
-            combiner.send_partial(window_row + row, s.peer, s.target_row + row);
-        sent_bytes = item.num_rows * table.header->scratch_row_bytes;
-    } else if (item.queue == kSum) {
-        for (u64 row = item.first_row; row < end_row; ++row)
-            combiner.sum_server(s.source_row + row, s.target_row + row);
-    } else {
-        for (u64 row = item.first_row; row < end_row; ++row) combiner.reduce(row);
-        return;
+        for (u64 k = 0; k < num_rows; ++k)
+            combiner.sum(item.queue == kReduce ? combiner.token_row(from + k)
+                         : item.queue == kSum  ? combiner.server_row(from + k, to + k)
+                                               : combiner.partial_row(from + k, s.peer, to + k));
+        if (item.queue <= kPush) sent_bytes += num_rows * table.header->scratch_row_bytes;
     }
-    signal_after_writes(target, transport, s.peer, s.slot + item.chunk, kScaleUp, sent_bytes);
+    if (item.queue != kReduce)
+        signal_after_writes(target, transport, s.peer, s.slot + item.chunk, kScaleUp, sent_bytes);
 }
 
 // A chunk that came back: to the windows of its tokens' owners, this rank's own too.

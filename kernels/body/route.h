@@ -25,7 +25,8 @@ struct RouteArgs {
     const u32* local_index;  // [E] its index there
     u64* counts;             // [units][E + N + R]; after the scan: places
     u64* totals;             // [E + N + R]
-    u64* bad;                // first position of topk_idx that names no expert, or ~0
+    u64* bad;                // [units + 1] first position of topk_idx in each unit that is neither
+                             // -1 nor an expert, or ~0; last, after the scan: in all units
     // fill:
     u8* handle;
     const u64* slot_base;     // [E] first output row of this rank's copies on the expert's rank
@@ -82,6 +83,12 @@ FASTKERN_DEVICE inline void read_choices(const RouteArgs& a, u64 token, Choices*
     }
 }
 
+// Each lane of a launch one unit, or in the scan one key.
+template <class Target>
+FASTKERN_DEVICE u64 route_index(const Target& target) {
+    return u64{target.block()} * target.num_lanes() + target.lane();
+}
+
 FASTKERN_DEVICE inline u64 unit_begin(const RouteArgs& a, u32 unit) {
     const u64 share = a.num_tokens / a.num_units, more = a.num_tokens % a.num_units;
     return share * unit + (unit < more ? unit : more);
@@ -92,13 +99,14 @@ FASTKERN_DEVICE inline void route_count(const RouteArgs& a, u32 unit) {
     u64* const servers = experts + a.num_experts;
     u64* const ranks = servers + a.servers;
     for (u64 key = 0; key < route_keys(a); ++key) experts[key] = 0;
+    u64 bad = ~u64{0};
     Choices c;
     for (u64 t = unit_begin(a, unit); t < unit_begin(a, unit + 1); ++t) {
         read_choices(a, t, &c);
         for (u32 k = 0; k < a.topk; ++k) {
             if (c.expert[k] == kNone) {
                 const u64 position = t * a.topk + k;
-                if (route_expert(a, position) != -1 && position < *a.bad) *a.bad = position;
+                if (route_expert(a, position) != -1 && position < bad) bad = position;
                 continue;
             }
             ++experts[c.expert[k]];
@@ -106,6 +114,7 @@ FASTKERN_DEVICE inline void route_count(const RouteArgs& a, u32 unit) {
             ranks[c.rank[k]] += c.first_of_rank[k];
         }
     }
+    a.bad[unit] = bad;
 }
 
 FASTKERN_DEVICE inline void route_scan(const RouteArgs& a, u64 key) {
@@ -117,6 +126,11 @@ FASTKERN_DEVICE inline void route_scan(const RouteArgs& a, u64 key) {
         sum += here;
     }
     a.totals[key] = sum;
+    if (key != 0) return;
+    u64 bad = ~u64{0};
+    for (u32 unit = 0; unit < a.num_units; ++unit)
+        if (a.bad[unit] < bad) bad = a.bad[unit];
+    a.bad[a.num_units] = bad;
 }
 
 // The header of one row sent to `server` (or, `rank` given, to that rank alone).

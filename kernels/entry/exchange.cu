@@ -4,7 +4,7 @@
 #include "kernels/body/exchange.h"
 #include "kernels/transport/mapped.h"
 
-extern "C" __global__ void __launch_bounds__(512)
+extern "C" __global__ void __launch_bounds__(512, 1)
     fastkern_exchange(const __grid_constant__ fastkern::KernelArgs args) {
     const fastkern::CudaTarget target;
     const fastkern::MappedTransport<fastkern::CudaTarget> transport(target, args);

@@ -31,9 +31,10 @@ HostRoute::HostRoute(RouteInput input) : input_(std::move(input)) {
         if (rank >= args_.num_ranks) throw std::invalid_argument("an owner is not a rank");
     counts_.resize(in.num_units * route_keys(args_));
     totals_.resize(route_keys(args_));
+    bad_.resize(in.num_units + 1);
     args_.counts = counts_.data();
     args_.totals = totals_.data();
-    args_.bad = &bad_;
+    args_.bad = bad_.data();
     for (u32 unit = 0; unit < in.num_units; ++unit) route_count(args_, unit);
     for (u64 key = 0; key < route_keys(args_); ++key) route_scan(args_, key);
 }

@@ -31,7 +31,7 @@ class HostRoute {
 
     const std::vector<u64>& totals() const { return totals_; }  // [E] copies, [N], [R] tokens
     // Position in topk_idx of the first index that is neither -1 nor an expert; ~0: none.
-    u64 bad() const { return bad_; }
+    u64 bad() const { return bad_.back(); }
 
     // Fills pack_list, entries and token_map of a handle whose header is complete; once.
     void fill(u8* handle, const RouteBases& bases, u32 layout);
@@ -39,8 +39,7 @@ class HostRoute {
   private:
     RouteInput input_;
     RouteArgs args_{};
-    std::vector<u64> counts_, totals_;
-    u64 bad_ = ~u64{0};
+    std::vector<u64> counts_, totals_, bad_;
     bool filled_ = false;
 };
 

@@ -1,5 +1,7 @@
 // Copying by all lanes of a block, shared by the device targets. A target supplies `Memory`: static
-// load(const V*) and store(V*, V) for V = u8, u32, u64, Vector16, each one machine access.
+// load(const V*) and store(V*, V) for V = u8, u32, u64, Vector16, each one machine access; and
+// FASTKERN_ROLLED, which keeps the loop after it from being unrolled: compilers would divide by the
+// stride to find the number of rounds.
 #pragma once
 
 #include "planner/stage_table.h"
@@ -20,19 +22,23 @@ FASTKERN_DEVICE void copy_vectors(u32 lane, u32 num_lanes, u8* to, const u8* fro
     if (head > bytes) head = bytes;
     const u64 num_vectors = (bytes - head) / sizeof(V);
     const u64 tail = head + num_vectors * sizeof(V);
+    FASTKERN_ROLLED
     for (u64 k = lane; k < head; k += num_lanes) Memory::store(to + k, Memory::load(from + k));
 
     V* const targets = reinterpret_cast<V*>(to + head);
     const V* const sources = reinterpret_cast<const V*>(from + head);
     const u64 stride = num_lanes;
     u64 k = lane;
+    FASTKERN_ROLLED
     for (; k + (kUnroll - 1) * stride < num_vectors; k += kUnroll * stride) {
         V values[kUnroll];
         for (u32 j = 0; j < kUnroll; ++j) values[j] = Memory::load(sources + k + j * stride);
         for (u32 j = 0; j < kUnroll; ++j) Memory::store(targets + k + j * stride, values[j]);
     }
+    FASTKERN_ROLLED
     for (; k < num_vectors; k += stride) Memory::store(targets + k, Memory::load(sources + k));
 
+    FASTKERN_ROLLED
     for (u64 b = tail + lane; b < bytes; b += num_lanes)
         Memory::store(to + b, Memory::load(from + b));
 }

@@ -7,6 +7,7 @@
 #pragma once
 
 #define FASTKERN_DEVICE __device__
+#define FASTKERN_ROLLED _Pragma("unroll 1")
 
 #include "kernels/target/block_copy.h"
 
@@ -85,7 +86,7 @@ class CudaTarget {
 
     // All lanes copy a part each.
     __device__ void copy(u8* to, const u8* from, u64 bytes) const {
-        block_copy<CudaMemory>(lane(), num_lanes(), to, from, bytes);
+        copy_apart(lane(), num_lanes(), to, from, bytes);
     }
 
     // Waiting: spin, then sleep 32 ns, twice as long every 8 rounds, up to 1 us.
@@ -101,6 +102,12 @@ class CudaTarget {
         asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns) : : "memory");
         return ns;
     }
+
+    static constexpr u32 kValues = 1;  // values that a lane sums at a time: neighbouring lanes read
+                                       // neighbouring values, and 512 lanes have registers enough
+    // Rounded by itself: these are never fused with an addition.
+    static __device__ float product(float a, float b) { return __fmul_rn(a, b); }
+    static __device__ double product(double a, double b) { return __dmul_rn(a, b); }
 
     static __device__ u64 load_relaxed(const u64* p) {
         u64 v;
@@ -149,6 +156,12 @@ class CudaTarget {
 
   private:
     static constexpr u32 kSlotBytes = 64;
+
+    // Once in a kernel, not at every place that copies.
+    static __device__ __noinline__ void copy_apart(u32 lane, u32 num_lanes, u8* to, const u8* from,
+                                                   u64 bytes) {
+        block_copy<CudaMemory>(lane, num_lanes, to, from, bytes);
+    }
 
     static __device__ u8* slots() {
         __shared__ alignas(16) u8 slots[2 * kSlotBytes];

@@ -18,6 +18,7 @@
 #endif
 
 #define FASTKERN_DEVICE __device__
+#define FASTKERN_ROLLED _Pragma("unroll 1")
 #define FASTKERN_GLOBAL __attribute__((address_space(1)))
 
 #include "kernels/target/block_copy.h"
@@ -86,7 +87,7 @@ class HipTarget {
 
     // All lanes copy a part each.
     __device__ void copy(u8* to, const u8* from, u64 bytes) const {
-        block_copy<HipMemory>(lane(), num_lanes(), to, from, bytes);
+        copy_apart(lane(), num_lanes(), to, from, bytes);
     }
 
     // Waiting: spin, then sleep for 64, 512 and 2048 cycles (about 1 us).
@@ -103,6 +104,18 @@ class HipTarget {
     // s_memrealtime. Assumed: 100 MHz, as on every gfx9 Instinct (hipDeviceAttributeWallClockRate
     // says 100000 kHz).
     __device__ u64 now_ns() const { return __builtin_readsteadycounter() * kNsPerTick; }
+
+    static constexpr u32 kValues = 1;  // values that a lane sums at a time: neighbouring lanes read
+                                       // neighbouring values
+    // Rounded by itself, never fused with an addition.
+    static __device__ float product(float a, float b) {
+#pragma clang fp contract(off)
+        return a * b;
+    }
+    static __device__ double product(double a, double b) {
+#pragma clang fp contract(off)
+        return a * b;
+    }
 
     static __device__ u64 load_relaxed(const u64* p) {
         return __hip_atomic_load(HipMemory::global(p), __ATOMIC_RELAXED, kSystem);
@@ -131,6 +144,12 @@ class HipTarget {
     static constexpr int kSystem = __HIP_MEMORY_SCOPE_SYSTEM;
     static constexpr u64 kNsPerTick = 10;
     static constexpr u32 kSlotBytes = 64;
+
+    // Once in a kernel, not at every place that copies.
+    static __device__ __attribute__((noinline)) void copy_apart(u32 lane, u32 num_lanes, u8* to,
+                                                                const u8* from, u64 bytes) {
+        block_copy<HipMemory>(lane, num_lanes, to, from, bytes);
+    }
 
     // Not a builtin: those may be optimised away.
     static __device__ void wait_for_memory() { asm volatile("s_waitcnt vmcnt(0)" : : : "memory"); }

@@ -74,6 +74,7 @@ class HostTarget {
 
     // All lanes copy a part each.
     void copy(u8* to, const u8* from, u64 bytes) const {
+        if (bytes == 0) return;  // the pointers may be null
         const u64 lanes = shared_->num_lanes;
         if (lanes == 1) {
             std::memcpy(to, from, bytes);

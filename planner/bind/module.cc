@@ -12,6 +12,7 @@
 
 #include "planner/core/balance.h"
 #include "planner/core/plan.h"
+#include "planner/core/validate.h"
 
 namespace nb = nanobind;
 using namespace fastkern;
@@ -168,6 +169,14 @@ NB_MODULE(_core, m) {
         .def("puts", &Plan::puts)
         .def(
             "validate", [](const Plan& p) { return validate(p); },
+            nb::call_guard<nb::gil_scoped_release>())
+        .def(
+            "validate_combine",
+            [](const Plan& p, u64 row_bytes, u64 partial_row_bytes, u64 num_partials,
+               const std::vector<u64>& num_tokens) {
+                return validate_combine(
+                    p, CombineShape{row_bytes, partial_row_bytes, num_partials, 0}, num_tokens);
+            },
             nb::call_guard<nb::gil_scoped_release>())
         .def("validate_tables",
              [](const Plan& p, const std::vector<nb::bytes>& tables) {

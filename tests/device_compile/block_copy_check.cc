@@ -2,6 +2,7 @@
 // it, and every access is aligned. Prints the accesses by width, for a caller that knows what is
 // due.
 #define FASTKERN_DEVICE
+#define FASTKERN_ROLLED
 #include "kernels/target/block_copy.h"
 //
 #include <cstdio>

@@ -1,8 +1,9 @@
-"""What must hold in the assembly of the exchange kernel. Each check returns the faults it finds."""
+"""What must hold in the assembly of the kernels. Each check returns the faults it finds."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from itertools import pairwise
 
 CUDA_SYNCHRONISING = (
@@ -15,20 +16,27 @@ CUDA_SYNCHRONISING = (
 )
 
 
-def ptx_faults(ptx: str) -> list[str]:
-    """Flags are loaded and stored at system scope, in the global space, with their orders."""
-    faults = [f"no {name}" for name in CUDA_SYNCHRONISING if name not in ptx]
+def ptx_faults(ptx: str, names: Sequence[str] = CUDA_SYNCHRONISING) -> list[str]:
+    """Flags are loaded and stored at system scope, in the global space, with their orders.
+
+    names: the synchronising instructions that the kernel has, and no others.
+    """
+    faults = [f"no {name}" for name in names if name not in ptx]
     orders = "acquire|release|relaxed|acq_rel"
     for name in re.findall(rf"\b(?:ld|st|atom|red)\.(?:{orders})\.[a-z0-9.]+", ptx):
-        if name not in CUDA_SYNCHRONISING:
+        if name not in names:
             faults.append(f"unexpected {name}")
     return faults
 
 
+def wide_sass_faults(sass: str) -> list[str]:
+    """Rows move in 16-byte global accesses."""
+    return [f"no {name}" for name in ("LDG.E.128", "STG.E.128") if f"{name} " not in sass]
+
+
 def sass_faults(sass: str) -> list[str]:
-    """Rows move in 16-byte global accesses, and nothing goes through the non-coherent path."""
-    faults = [f"no {name}" for name in ("LDG.E.128", "STG.E.128") if f"{name} " not in sass]
-    faults += [f"generic {name}" for name in re.findall(r"\b(?:LD|ST)\.E\.128\S*", sass)]
+    """Wide accesses name the global space, and nothing goes through the non-coherent path."""
+    faults = [f"generic {name}" for name in re.findall(r"\b(?:LD|ST)\.E\.128\S*", sass)]
     faults += [f"non-coherent {name}" for name in re.findall(r"\bLDG\S*\.CONSTANT\S*", sass)]
     return faults
 
@@ -41,6 +49,23 @@ def ptxas_faults(log: str) -> list[str]:
     return [f"{size} bytes spill {kind}" for size, kind in spills if size != "0"]
 
 
+def ptxas_registers(log: str) -> dict[str, int]:
+    """Registers of a lane, by kernel."""
+    parts = re.split(r"Compiling entry function '(\w+)'", log)[1:]
+    found = [re.search(r"Used (\d+) registers", text) for text in parts[1::2]]
+    return {name: int(m[1]) for name, m in zip(parts[::2], found, strict=True) if m}
+
+
+def fused_faults(assembly: str) -> list[str]:
+    """CUDA or AMD: products are rounded before they are added, as float and as double."""
+    sass = ("FMUL", "FADD", "DMUL", "DADD")
+    amd = ("v_mul_f32", "v_add_f32", "v_mul_f64", "v_add_f64")
+    names = sass if "FMUL" in assembly else amd
+    fused = r"\b(?:[FD]FMA2?\b\S*|v_\w*(?:fma|mac|mad)\w*f(?:32|64)\w*)"
+    faults = [f"no {name}" for name in names if name not in assembly]
+    return faults + [f"fused {name}" for name in re.findall(fused, assembly)]
+
+
 def _instructions(assembly: str) -> list[str]:
     """Instructions and labels of an AMD listing, without comments and directives."""
     lines = (line.split(";")[0].strip() for line in assembly.splitlines())
@@ -50,17 +75,12 @@ def _instructions(assembly: str) -> list[str]:
 
 
 def hip_faults(assembly: str) -> list[str]:
-    """Rows move in wide global accesses, releases wait for the write-back, nothing is spilled."""
+    """Rows move in wide global accesses, releases wait for the write-back."""
     faults = [
         f"no {name}"
         for name in ("global_load_dwordx4", "global_store_dwordx4", "buffer_wbl2", "s_sleep")
         if name not in assembly
     ]
-    for kind in ("vgpr", "sgpr"):
-        counts = re.findall(rf"\.{kind}_spill_count:\s*(\d+)", assembly)
-        if counts != ["0"]:
-            faults.append(f"{kind} spills: {counts}")
-
     lines = _instructions(assembly)
     for line, following in pairwise(lines):
         if line.startswith("buffer_wbl2") and not re.match(r"s_waitcnt\b.*\bvmcnt\(0\)", following):
@@ -77,6 +97,28 @@ def hip_faults(assembly: str) -> list[str]:
     if undrained != 1:
         faults.append(f"{undrained} barriers without a write-back, not 1")
     return faults
+
+
+def hip_spill_faults(assembly: str) -> list[str]:
+    """No register is spilled, neither to memory nor into a lane of another."""
+    faults = []
+    for kind in ("vgpr", "sgpr"):
+        counts = re.findall(rf"\.{kind}_spill_count:\s*(\d+)", assembly)
+        if not counts:
+            faults.append(f"nothing is said of {kind} spills")
+        faults += [f"{count} {kind} spills" for count in counts if count != "0"]
+    return faults
+
+
+def hip_registers(assembly: str) -> dict[str, tuple[int, int]]:
+    """Vector registers of a lane and scalar ones of a wave, by kernel."""
+    fields = r"\.name:\s+(\w+)|\.(sgpr_count|vgpr_count):\s+(\d+)"
+    metadata = assembly[assembly.index(".amdgpu_metadata") :]
+    found: dict[str, tuple[int, int]] = {}
+    for text in re.split(r"^  - \.agpr_count", metadata, flags=re.MULTILINE)[1:]:
+        values = {m[2] or "name": m[1] or m[3] for m in re.finditer(fields, text)}
+        found[values["name"]] = (int(values["vgpr_count"]), int(values["sgpr_count"]))
+    return found
 
 
 def hip_scope_faults(assembly: str) -> list[str]:

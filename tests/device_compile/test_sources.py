@@ -28,21 +28,23 @@ def target_text(target: str) -> str:
 def listed_operations(host_header: str) -> set[str]:
     """Those named at the top of host.h, on the comment's lines of words indented by three."""
     head = host_header.split("#pragma once")[0]
-    lines = re.findall(r"^//   ((?:[a-z_]+ ?)+)$", head, re.MULTILINE)
+    lines = re.findall(r"^//   ((?:[A-Za-z_]+ ?)+)$", head, re.MULTILINE)
     return {name for line in lines for name in line.split()}
 
 
 def operations(header: str) -> set[str]:
-    """Names of the public member functions of the header's target class."""
+    """Names of the public member functions and constants of the header's target class."""
     body = re.search(r"^class \w+Target \{\n  public:\n(.*?)^  private:", header, re.S | re.M)
     assert body, "no target class"
     # A declaration starts at the class's own indentation; a constructor has no type before it.
-    return set(re.findall(r"^    (?!return\b)\w[\w<>&* ]* [&*]?(\w+)\(", body[1], re.MULTILINE))
+    functions = re.findall(r"^    (?!return\b)\w[\w<>&* ]* [&*]?(\w+)\(", body[1], re.MULTILINE)
+    constants = re.findall(r"^    static constexpr u32 (\w+) =", body[1], re.MULTILINE)
+    return {*functions, *constants}
 
 
 def test_operations_are_listed() -> None:
     listed = listed_operations(target_text("host"))
-    assert {"lane", "copy", "drain", "compare_and_swap"} <= listed
+    assert {"lane", "copy", "drain", "compare_and_swap", "kValues", "product"} <= listed
     assert operations(target_text("host")) - HOST_ONLY == listed
 
 
@@ -51,14 +53,28 @@ def test_operations_are_equal(target: str) -> None:
     assert operations(target_text(target)) == listed_operations(target_text("host"))
 
 
+@pytest.mark.parametrize(
+    ("name", "pattern", "count"),
+    [("drain", r"\b{}\(\) const", 1), ("kValues", r"\b{} =", 1), ("product", r"\b{}\(", 2)],
+    ids=["function", "constant", "overloads"],
+)
 @pytest.mark.parametrize("target", TARGETS)
-def test_other_operations_are_found(target: str) -> None:
+def test_other_operations_are_found(target: str, name: str, pattern: str, count: int) -> None:
     """A lost one and a new one both change the list."""
     text = target_text(target)
-    lost, count = re.subn(r"\bdrain\(\) const", "flush() const", text)
-    assert count == 1
-    assert operations(text) - operations(lost) == {"drain"}
-    assert operations(lost) - operations(text) == {"flush"}
+    renamed = re.subn(pattern.format(name), lambda found: f"x{found[0]}", text)
+    assert renamed[1] == count
+    assert operations(text) - operations(renamed[0]) == {name}
+    assert operations(renamed[0]) - operations(text) == {f"x{name}"}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_products_are_equal(target: str) -> None:
+    """Of floats and of doubles, on every target."""
+    assert re.findall(r"(\w+) product\((\w+) a, (\w+) b\)", target_text(target)) == [
+        ("float",) * 3,
+        ("double",) * 3,
+    ]
 
 
 def conditionals(text: str) -> list[str]:

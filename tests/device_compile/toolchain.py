@@ -21,11 +21,19 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-CUDA_ENTRY = "kernels/entry/exchange.cu"
-HIP_ENTRY = "kernels/entry/exchange.hip"
-KERNEL_NAME = "fastkern_exchange"
+# Entries by name, with their kernels. Each is a source for CUDA (.cu) and one for HIP (.hip).
+KERNELS = {
+    "kernels/entry/exchange": ("fastkern_exchange",),
+    "kernels/entry/dispatch": ("fastkern_dispatch",),
+    "kernels/entry/combine": ("fastkern_combine",),
+    "kernels/entry/route": ("fastkern_route_count", "fastkern_route_scan", "fastkern_route_fill"),
+}
+EXCHANGE, DISPATCH, COMBINE, ROUTE = KERNELS
+WEIGHTED_SUM = "tests/device_compile/weighted_sum"
 CUDA_ARCHES = ("sm_80", "sm_90", "sm_100")
 HIP_ARCHES = ("gfx90a", "gfx942", "gfx950")
+
+registers_used: list[str] = []  # a line for each kernel and architecture, for the report
 
 
 class CompileError(Exception):
@@ -44,7 +52,7 @@ class Edit:
 def copy_sources(target: Path, edits: Iterable[Edit]) -> Path:
     """Copy what the device compilers read to `target`, edited. Returns `target`."""
     suffixes = {".h", ".cu", ".hip"}
-    for folder in ("planner", "kernels"):
+    for folder in ("planner", "kernels", "tests/device_compile"):
         for source in (ROOT / folder).rglob("*"):
             if source.suffix in suffixes:
                 copy = target / source.relative_to(ROOT)
@@ -77,8 +85,8 @@ class CudaBuild:
     log: str  # of ptxas -v: registers, stack, spills
 
 
-def compile_cuda(arch: str, root: Path = ROOT) -> CudaBuild:
-    """Compile the CUDA entry with NVRTC for `arch` ("sm_90"). Raises CompileError."""
+def compile_cuda(entry: str, arch: str, root: Path = ROOT) -> CudaBuild:
+    """Compile the entry's .cu with NVRTC for `arch` ("sm_90"). Raises CompileError."""
     nvrtc = load("cuda.bindings.nvrtc", "cuda-bindings and nvidia-cuda-nvrtc")
 
     def read(what: str) -> bytes:
@@ -89,8 +97,9 @@ def compile_cuda(arch: str, root: Path = ROOT) -> CudaBuild:
         assert status == nvrtc.nvrtcResult.NVRTC_SUCCESS, (what, status)
         return bytes(buffer)
 
-    source = (root / CUDA_ENTRY).read_bytes()
-    status, program = nvrtc.nvrtcCreateProgram(source, CUDA_ENTRY.encode(), 0, [], [])
+    name = f"{entry}.cu"  # its folder is searched first: one without headers of these names
+    source = (root / name).read_bytes()
+    status, program = nvrtc.nvrtcCreateProgram(source, name.encode(), 0, [], [])
     assert status == nvrtc.nvrtcResult.NVRTC_SUCCESS, status
     try:
         flags = [f"--gpu-architecture={arch}", "-std=c++17", f"-I{root}", "--ptxas-options=-v"]
@@ -112,7 +121,7 @@ def disassemble_cuda(cubin: bytes, folder: Path) -> str:
     except importlib.metadata.PackageNotFoundError:
         pytest.fail(f"no nvdisasm. {_how_to_install(package)}")
     (tool,) = (f.locate() for f in files if f.name in ("nvdisasm", "nvdisasm.exe"))
-    path = folder / "exchange.cubin"
+    path = folder / "kernel.cubin"
     path.write_bytes(cubin)
     result = subprocess.run(
         [str(tool), "-c", str(path)], capture_output=True, text=True, timeout=60, check=True
@@ -120,31 +129,27 @@ def disassemble_cuda(cubin: bytes, folder: Path) -> str:
     return result.stdout
 
 
-def _run_hip(arch: str, root: Path, output: Path, *flags: str) -> None:
+def compile_hip(entry: str, arch: str, folder: Path, root: Path = ROOT) -> str:
+    """Compile the entry's .hip for `arch` ("gfx942") to assembly. Raises CompileError."""
     load("ziglang", "ziglang")
+    output = folder / f"{arch}.s"
     command = [
-        *(sys.executable, "-m", "ziglang", "clang", "-x", "hip"),
+        *(sys.executable, "-m", "ziglang", "clang", "-x", "hip", "-S"),
         *(f"--offload-arch={arch}", "--offload-device-only", "--no-gpu-bundle-output"),
         *("-nogpulib", "-nogpuinc", "-O3", "-std=c++20", "-Wall", "-Wextra", "-Werror"),
-        *(f"-I{root}", *flags, str(root / HIP_ENTRY), "-o", str(output)),
+        *(f"-I{root}", str(root / f"{entry}.hip"), "-o", str(output)),
     ]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     if result.returncode != 0:
         raise CompileError(result.stderr)
-
-
-def compile_hip(arch: str, folder: Path, root: Path = ROOT) -> str:
-    """Compile the HIP entry for `arch` ("gfx942") to assembly. Raises CompileError."""
-    output = folder / f"{arch}.s"
-    _run_hip(arch, root, output, "-S")
     return output.read_text()
 
 
-def compile_hip_object(arch: str, folder: Path) -> bytes:
-    """Compile and link the HIP entry for `arch` to a code object that could be loaded."""
+def compile_hip_object(entry: str, arch: str, folder: Path) -> bytes:
+    """Compile and link the entry for `arch` to a code object that could be loaded."""
     relocatable, linked = folder / f"{arch}.o", folder / f"{arch}.hsaco"
     # By hand: clang would call a linker of its own name, which is not on the path.
-    compile_hip(arch, folder)
+    compile_hip(entry, arch, folder)
     for command in (
         ["clang", "--target=amdgcn-amd-amdhsa", f"-mcpu={arch}", "-c", f"{arch}.s"],
         ["ld.lld", "-shared", "--no-undefined", relocatable.name, "-o", linked.name],
@@ -156,6 +161,6 @@ def compile_hip_object(arch: str, folder: Path) -> bytes:
 
 
 @functools.cache
-def cuda_build(arch: str) -> CudaBuild:
-    """The CUDA entry as it stands, compiled once per run."""
-    return compile_cuda(arch)
+def cuda_build(entry: str, arch: str) -> CudaBuild:
+    """A CUDA entry as it stands, compiled once per run."""
+    return compile_cuda(entry, arch)
