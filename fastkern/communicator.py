@@ -201,8 +201,9 @@ class Communicator:
         fastkern.moe.placement. layout: "expert": a row for each choice, ordered by expert, source
         rank, token and choice; "rank": a row for each token, ordered by source rank and token.
         expert_alignment: each expert's rows are padded to a multiple of it, with zeros where
-        zero_padding says so. num_max_tokens_per_rank: makes the number of rows the worst case for
-        up to so many tokens, which is known beforehand. host_counts: False: no counts on the host.
+        zero_padding says so (else unwritten: a layer that computes with them and takes gradients
+        wants zeros). num_max_tokens_per_rank: makes the number of rows the worst case for up to so
+        many tokens, which is known beforehand. host_counts: False: no counts on the host.
         counts: those of all ranks, if the caller has them; spares their exchange. handle: routing
         and plan of an earlier call; x may have other rows. out: where to receive into.
 

@@ -11,6 +11,7 @@ import torch
 import torch._dynamo
 from torch import Tensor
 from torch._inductor.utils import fresh_cache
+from torch.utils.checkpoint import checkpoint
 
 from fastkern.moe import calls, exchanges
 from tests.conftest import SharedPools
@@ -293,6 +294,28 @@ def in_parts(rank: int, num_ranks: int, compile_first: bool) -> None:
 @pytest.mark.parametrize("compile_first", [True, False])
 def test_handles_cross_graphs(two: Pool, compile_first: bool) -> None:
     two.run(in_parts, compile_first, timeout_s=120)
+
+
+def checkpointed(rank: int, num_ranks: int) -> None:
+    """A graph that runs again in backward."""
+    problem = Problem(**SIZES)
+    with logged_communicator() as (comm, logged):
+        layer = expert_layer(comm, {"num_experts": 6})
+        quick = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        seen = []
+        for run in (layer, quick):
+
+            def again(*leaves: Tensor, run: Layer = run) -> Tensor:
+                y: Tensor = checkpoint(run, *leaves, use_reentrant=False)
+                return y
+
+            seen.append(results(again, problem, rank, logged))
+        compare(seen[1], seen[0])
+        assert len(seen[0][2]) == 2 + 2 + 3
+
+
+def test_activation_checkpointing_of_a_graph(two: Pool) -> None:
+    two.run(checkpointed, timeout_s=120)
 
 
 def into_given(rank: int, num_ranks: int) -> None:

@@ -34,22 +34,36 @@ def random_counts(servers: int, per_server: int, rng: np.random.Generator) -> tu
     seed=st.integers(0, 10**9),
     shape=st.sampled_from([*SHAPES, (5, 3), (2, 8)]),
     policy=st.sampled_from(POLICIES),
+    times=st.sampled_from([1, 1, 40, 10**9]),
     chunk_bytes=st.sampled_from([1, 32, 96, 1 << 17]),
     chunk_slots=st.sampled_from([32, 64]),
     credit_lead=st.integers(0, 3),
     alpha_us=st.sampled_from([0.0, 5.0, 200.0]),
 )
 def test_every_dispatch_and_combine_is_valid(
-    seed: int, shape: tuple[int, int], policy: Any, alpha_us: float, **options: int
+    seed: int, shape: tuple[int, int], policy: Any, times: int, alpha_us: float, **options: int
 ) -> None:
     rng = np.random.default_rng(seed)
-    to_server, to_rank = random_counts(*shape, rng)
+    to_server, to_rank = (times * counts for counts in random_counts(*shape, rng))
     topology = Topology(*shape, alpha_us=alpha_us)
     made = plan_moe(to_server, to_rank, topology, 32, policy, **options)
     made.validate()
     tokens = rng.integers(0, 40, topology.num_ranks)
     made.validate_combine(16, 32, int(rng.integers(0, 9)), tokens.tolist())
     check_headers(made, to_server, to_rank, tokens)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_rail_that_carries_all_stays_within_its_flags(policy: Any) -> None:
+    """Unbalanced plans leave a rank's rows on its own rail, many times the share of a rail."""
+    to_server, to_rank = np.zeros((8, 2), np.int64), np.zeros((8, 8), np.int64)
+    to_server[0, 1] = to_rank[0, 5] = 4096
+    made = plan_moe(to_server, to_rank, Topology(2, 4), 14432, policy)
+    made.validate()
+    made.validate_combine(14336, 28672, 100, [4096] + [0] * 7)
+    for rank in range(8):
+        table = made.table(rank)
+        assert all(table.stages["num_chunks"] <= table.header["chunk_slots"])
 
 
 def check_headers(made: MoePlan, to_server: Any, to_rank: Any, tokens: Any) -> None:

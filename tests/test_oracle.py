@@ -125,3 +125,20 @@ def test_the_inputs_stay_as_they_are() -> None:
         rows.flags.writeable = False
     assert_same(run_tables(tables, inputs), reference_all_to_all(traffic, inputs))
     assert_same(inputs, before)
+
+
+def test_tables_and_inputs_must_belong_together() -> None:
+    traffic = random_traffic(3, 2, np.random.default_rng(0), kind="ragged")
+    tables = make_tables(traffic, Topology(3, 2), 8, "whole")
+    inputs = random_inputs(traffic, 8, np.random.default_rng(1))
+    with pytest.raises(ValueError, match="for rank 0 of 6"):
+        run_tables(tables[::-1], inputs)
+    with pytest.raises(ValueError, match="of 5"):
+        run_tables(tables[:5], inputs[:5])
+    other = make_tables(traffic, Topology(3, 2), 8, "split")
+    with pytest.raises(ValueError, match="differ in plan_hash"):
+        run_tables([*tables[:5], other[5]], inputs)
+    with pytest.raises(ValueError, match="the input of rank 2 must be uint8"):
+        run_tables(tables, [*inputs[:2], inputs[2][1:], *inputs[3:]])
+    with pytest.raises(ValueError, match="shorter"):
+        run_tables(tables, inputs[:5])

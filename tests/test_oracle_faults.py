@@ -301,17 +301,3 @@ def test_a_receive_in_larger_chunks_than_its_put_is_found_in_every_order() -> No
     for rng in (None, *(np.random.default_rng(seed) for seed in range(10))):
         with pytest.raises(OracleError, match="of receive are read"):
             run_tables(tables, inputs, rng)
-
-
-def test_tables_and_inputs_must_belong_together() -> None:
-    _, tables, inputs = example("whole")
-    with pytest.raises(ValueError, match="for rank 0 of 6"):
-        run_tables(tables[::-1], inputs)
-    with pytest.raises(ValueError, match="of 5"):
-        run_tables(tables[:5], inputs[:5])
-    with pytest.raises(ValueError, match="differ in plan_hash"):
-        run_tables([*tables[:5], example("split")[1][5]], inputs)
-    with pytest.raises(ValueError, match="the input of rank 2 must be uint8"):
-        run_tables(tables, [*inputs[:2], inputs[2][1:], *inputs[3:]])
-    with pytest.raises(ValueError, match="shorter"):
-        run_tables(tables, inputs[:5])

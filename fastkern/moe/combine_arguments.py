@@ -85,8 +85,9 @@ def prepare_combine(
     sum_dtype = torch.float64 if expert_out.dtype == torch.float64 else torch.float32
     wire = expert_out.dtype if wire_dtype is None else wire_dtype
     if wire not in (expert_out.dtype, sum_dtype):
+        names = sorted({dtype_name(expert_out.dtype), dtype_name(sum_dtype)})
         raise TypeError(
-            f"wire_dtype must be {dtype_name(expert_out.dtype)} or {dtype_name(sum_dtype)}, "
+            f"wire_dtype must be {' or '.join(names)} for {dtype_name(expert_out.dtype)}, "
             f"not {wire}"
         )
     shape = tuple(expert_out.shape[1:])

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..tensors import dtype_name
+from ..tensors import dtype_name, shares_bytes
 from .handle import ENTRY_BYTES, LAYOUTS, MOST_CHOICES, MOST_PARTS, MetaInfo
 from .placement import Placement
 from .tensor_checks import ALIGN, aligned, check_dense, check_out, row_bytes, row_form
@@ -127,6 +127,11 @@ def prepare_dispatch(
             raise ValueError(f"{num_tokens} tokens, but num_max_tokens_per_rank is {limit}")
     else:
         topk = info.topk
+        if options is not None:
+            raise ValueError(
+                "handle: num_experts, expert_to_rank, layout, alignment, padding and limits are "
+                "those of the call that made it"
+            )
         if topk_idx is not None:
             raise ValueError("topk_idx and handle: the handle has the routing already")
         if num_tokens != info.num_tokens:
@@ -156,6 +161,10 @@ def prepare_dispatch(
         for o in outs:
             if o.shape[0] != rows:
                 raise ValueError(f"out has {o.shape[0]} rows, but {rows} are received")
+        for k, o in enumerate(outs):
+            others = [other for other in outs[:k] if other.is_contiguous()]
+            if o.is_contiguous() and any(shares_bytes(o, other) for other in others):
+                raise ValueError(f"out[{k}] shares memory with another tensor of out")
     return DispatchCall(
         [row_form(x) for x in xs],
         None if topk_idx is None else row_form(topk_idx),

@@ -12,8 +12,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from torch._library.effects import EffectType
 from torch.utils import _pytree
+
+from .library import ORDERED
 
 
 def keep_order(operators: Sequence[Any]) -> None:
@@ -35,7 +36,7 @@ def _lowering(operator: Any) -> Any:
 
         before = len(V.graph.operations)
         made = ir.FallbackKernel.create(operator, *args, **kwargs)
-        last = V.graph.effectful_ops.get(EffectType.ORDERED)
+        last = V.graph.effectful_ops.get(ORDERED)
         for operation in V.graph.operations[before:]:
             if last is not None and isinstance(operation, ir.FallbackKernel):
                 V.graph.additional_buffer_deps[operation.get_operation_name()].add(last.get_name())

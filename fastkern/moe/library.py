@@ -11,6 +11,15 @@ from typing import Any
 
 import torch
 
+from ..errors import FastkernError
+
+try:
+    from torch._library.effects import EffectType
+except ImportError:  # a PyTorch whose operators have no effects: not for compilers
+    ORDERED: Any = None
+else:
+    ORDERED = EffectType.ORDERED
+
 _library: Any = torch.library.Library("fastkern", "DEF")  # type: ignore[no-untyped-call]
 
 
@@ -42,9 +51,19 @@ class Operator:
             self._name, backward, setup_context=setup_context, lib=_library
         )
 
-    def register_effect(self, effect: Any) -> None:
+    def register_effect(self) -> None:
         """That it does more than compute its results: no compiler drops or moves it."""
-        _library._register_effectful_op(self._name, effect)
+        if ORDERED is not None:
+            _library._register_effectful_op(self._name, ORDERED)
+
+
+def check_compiler() -> None:
+    """Raise FastkernError where a compiler could drop or move exchanges without a word."""
+    if ORDERED is None and torch.compiler.is_compiling():
+        raise FastkernError(
+            "torch.compile of dispatch and combine needs a PyTorch whose operators can have "
+            f"effects; this is {torch.__version__}, 2.13 is what was tested"
+        )
 
 
 def operator(name: str) -> Callable[[Callable[..., Any]], Operator]:

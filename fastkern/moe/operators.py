@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._library.effects import EffectType
 
 from . import autograd
 from .exchanges import lookup
@@ -183,5 +182,5 @@ dispatch_again_op.register_autograd(
 combine_op.register_autograd(autograd.combine_backward, setup_context=autograd.combine_setup)
 _OPS = (dispatch_op, dispatch_again_op, combine_op, *autograd.OPS)
 for _op in _OPS:
-    _op.register_effect(EffectType.ORDERED)
+    _op.register_effect()
 OVERLOADS = tuple(_op.overload for _op in _OPS)

@@ -16,8 +16,10 @@ from torch import Tensor
 from .counts import RouteCounts
 from .exchanges import functions_of
 from .handle import Handle
+from .library import check_compiler
 from .operators import combine_op, dispatch_again_op, dispatch_op
 
+_NO_OPTIONS = (None, None, "expert", 1, False, None)  # as a call with a handle leaves them
 SUMMED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # what combine takes
 
 
@@ -43,6 +45,7 @@ def dispatch(
     comm: has rank, num_ranks and exchange_number. Raises TypeError or ValueError where a gradient
     is asked for that cannot be had; all else is found where the ranks exchange their arguments.
     """
+    check_compiler()
     one = not isinstance(x, (list, tuple))
     xs: list[Any] = [x] if one else list(x)
     outs: Any = [out] if one and out is not None else out
@@ -61,7 +64,7 @@ def dispatch(
         moved = _dispatch_past(comm, xs, topk_idx, topk_weights, options, counts, handle, outs)
     elif carried is not None and tensors and isinstance(topk_idx, Tensor):
         moved = _dispatch(comm, xs, topk_idx, topk_weights, *carried)
-    elif isinstance(handle, Handle) and tensors and topk_idx is None:
+    elif isinstance(handle, Handle) and tensors and topk_idx is None and options == _NO_OPTIONS:
         moved = _dispatch_again(comm, xs, topk_weights, handle)
     else:
         _dispatch_past(comm, xs, topk_idx, topk_weights, options, counts, handle, outs)
@@ -84,6 +87,7 @@ def combine(
     out: Tensor | None = None,
 ) -> Tensor:
     """The tokens' sums [T, ...]: see Communicator.combine; errors as those of `dispatch`."""
+    check_compiler()
     _check_gradients([expert_out, weights, bias], out)
     given = [t for t in (weights, bias) if t is not None]
     carried = (
@@ -173,7 +177,7 @@ def _dispatch_past(
     functions = functions_of(comm)
     num_experts, owners, *others = options
     chosen, meta = None, getattr(handle, "meta", handle)
-    if handle is None:
+    if handle is None or options != _NO_OPTIONS:
         owners = tuple(owners) if isinstance(owners, list) else owners
         chosen = functions.DispatchOptions(num_experts, owners, *others)
     got = functions.dispatch_tensors(comm, xs, topk_idx, topk_weights, chosen, meta, outs, counts)

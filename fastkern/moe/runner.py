@@ -162,7 +162,8 @@ class MoeRunner:
         planned = time.perf_counter()
         # All ranks have the same row format, but only this one knows its `out`.
         given: list[Any] = [None] * len(call.xs) if call.out is None else list(call.out)
-        targets = [with_target(o, rows, x) for o, x in zip(given, call.xs, strict=True)]
+        read = [*call.xs, call.weights, meta]
+        targets = [with_target(o, rows, x, read) for o, x in zip(given, call.xs, strict=True)]
         weights, weights_address = None, 0
         if call.weights is not None:
             shape = (rows,) if info.layout == "expert" else (rows, info.topk)
@@ -223,7 +224,8 @@ class MoeRunner:
             self._rank, call.row_bytes, call.partial_row_bytes, num_partials, num_tokens
         )
         planned = time.perf_counter()
-        result = with_target(call.out, num_tokens, call.expert_out)
+        read = [call.expert_out, call.weights, call.bias, call.meta]
+        result = with_target(call.out, num_tokens, call.expert_out, read)
         arguments = _host.MoeArgs()
         value, wire, bias = call.kinds
         arguments.set_combine(

@@ -29,9 +29,18 @@ def row_form(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
-def with_target(out: torch.Tensor | None, rows: int, like: torch.Tensor) -> torch.Tensor:
-    """Where the kernel writes: `out` itself if it can, else fresh memory of the same shape."""
-    if out is not None and out.is_contiguous() and not shares_bytes(out, like):
+def with_target(
+    out: torch.Tensor | None,
+    rows: int,
+    like: torch.Tensor,
+    inputs: Sequence[torch.Tensor | None],
+) -> torch.Tensor:
+    """Where the kernel writes: `out` itself if it can, else fresh memory of the same shape.
+
+    It cannot where the kernel still reads: inputs.
+    """
+    read = [t for t in inputs if t is not None]
+    if out is not None and out.is_contiguous() and not any(shares_bytes(out, t) for t in read):
         return out
     return torch.empty((rows, *like.shape[1:]), dtype=like.dtype)
 
