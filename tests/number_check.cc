@@ -1,7 +1,6 @@
-// The conversions of kernels/body/number.h as a filter, for test_number.py: reads values of one type
-// from standard input, writes those of another to standard output.
-//
-// Usage: number_check bfloat16|float16 widen|round
+// The conversions of kernels/body/number.h as a filter, for test_number.py: reads values of one
+// type from standard input, writes those of another to standard output.  Usage: number_check
+// bfloat16|float16 widen|round
 #include <cstdio>
 #include <cstring>
 #include <vector>

@@ -101,7 +101,7 @@ class HostTarget {
 
     u64 now_ns() const { return clock_ns(); }
 
-    static constexpr u32 kValues = 64;  // values that a lane sums at a time
+    static constexpr u32 kValues = 16;  // values that a lane sums at a time
     // Rounded by itself, never fused with an addition: see the compiler's options.
     static float product(float a, float b) { return a * b; }
     static double product(double a, double b) { return a * b; }

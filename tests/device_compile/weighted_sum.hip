@@ -14,7 +14,8 @@ __device__ void sum_row(const KernelArgs& args, u64 window_row, u64 target_row) 
     combiner.sum(combiner.partial_row(window_row, args.rank, target_row));
 }
 
-// One after the other, with nothing between product and addition that could keep a compiler from it.
+// One after the other, with nothing between product and addition that could keep a compiler
+// from it.
 template <class Sum>
 __device__ void sum_products(const Sum* values, const Sum* weights, u32 count, Sum* sum) {
     Sum total = *sum;
