@@ -14,9 +14,9 @@
 // only wait: reduce runs when both queues have been claimed to the end, for whoever claims an item
 // has seen its flag, and claims are released and acquired by the queue's ticket.
 //
-// Example, K = 3, bfloat16, token with slots 256 and 1 on rank 2, and 1 on rank 3, of server 1: rank
-// 2 sums 257 for itself, rank 3 sends the proxy 1; the proxy adds 258 and puts it back, rounded to
-// bfloat16 (258); the owner has no other server and writes 258.
+// Example, K = 3, bfloat16, token with slots 256 and 1 on rank 2, and 1 on rank 3, of server 1:
+// rank 2 sums 257 for itself, rank 3 sends the proxy 1; the proxy adds 258 and puts it back,
+// rounded to bfloat16 (258); the owner has no other server and writes 258.
 #pragma once
 
 #include "kernels/body/items.h"

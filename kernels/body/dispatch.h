@@ -1,5 +1,6 @@
 // Dispatch: a token's row goes once to each server that it has experts on, with a header that says
-// where each choice belongs; inside a server it is handed once to each rank, and lands in the slots.
+// where each choice belongs; inside a server it is handed once to each rank, and lands in the
+// slots.
 //
 // The row that moves: the parts of all payload tensors, the weights [K] if any, the header
 // (RowEntry[K]), each at a multiple of 16 bytes. What is sent is listed by route (pack_list and
@@ -10,11 +11,11 @@
 // chunk touches); and its own handle's `touched`. Rows of one source in a chunk are a run of that
 // source's tokens, so those for one rank are a run of its window.
 //
-// Example, 2 servers x 2 ranks, K = 2, two experts per rank: token 5 of rank 0 chooses experts 5 and
-// 6, on ranks 2 and 3. Its row crosses once, 0 -> 2. Rank 2 finds choice 0 is its own and scatters
-// the row into its slot; for choice 1 it copies the row to the window of rank 3, at the row that the
-// header names, and tells rank 3 {window_row, 1, partial_row}. Rank 3 lands it. In the combine rank
-// 3 will send its sum for that window row to partial_row of rank 2.
+// Example, 2 servers x 2 ranks, K = 2, two experts per rank: token 5 of rank 0 chooses experts 5
+// and 6, on ranks 2 and 3. Its row crosses once, 0 -> 2. Rank 2 finds choice 0 is its own and
+// scatters the row into its slot; for choice 1 it copies the row to the window of rank 3, at the
+// row that the header names, and tells rank 3 {window_row, 1, partial_row}. Rank 3 lands it. In the
+// combine rank 3 will send its sum for that window row to partial_row of rank 2.
 #pragma once
 
 #include "kernels/body/items.h"

@@ -36,9 +36,9 @@ class HostRank {
   public:
     HostRank(u32 rank, const ControlLayout& layout, u8* control_base);
 
-    // Count exchange: writes this rank's record (up to layout.record_bytes) into every rank's heap, then
-    // waits until all records of this epoch are here. `slice_ns` bounds one call; call again to go
-    // on waiting.
+    // Count exchange: writes this rank's record (up to layout.record_bytes) into every rank's heap,
+    // then waits until all records of this epoch are here. `slice_ns` bounds one call; call again
+    // to go on waiting.
     void post_record(u64 epoch, const u8* payload, u64 bytes);
     Outcome await_records(u64 epoch, u64 slice_ns);
     std::vector<u32> missing_records(u64 epoch) const;

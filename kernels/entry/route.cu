@@ -1,5 +1,5 @@
-// CUDA entry of route. A launch each: count, with a lane for each unit; scan, with one for each key;
-// fill, with one for each unit, once the counts of all ranks are known.
+// CUDA entry of route. A launch each: count, with a lane for each unit; scan, with one for each
+// key; fill, with one for each unit, once the counts of all ranks are known.
 #include "kernels/target/cuda.h"
 //
 #include "kernels/body/route.h"

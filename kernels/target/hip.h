@@ -107,7 +107,8 @@ class HipTarget {
 
     static constexpr u32 kValues = 1;  // values that a lane sums at a time: neighbouring lanes read
                                        // neighbouring values
-    // Rounded by itself, never fused with an addition.
+    // Rounded by itself, never fused with an addition (where pragmas count: not with
+    // -ffp-contract=fast).
     static __device__ float product(float a, float b) {
 #pragma clang fp contract(off)
         return a * b;

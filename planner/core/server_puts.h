@@ -40,8 +40,8 @@ void for_each_part(const TilePieces& tile, u32 rail, u64 begin, u64 rows, const 
     }
 }
 
-// Calls emit(src_local, begin, num_rows) for the sources of those rows: each one's are contiguous on
-// a rail.
+// Calls emit(src_local, begin, num_rows) for the sources of those rows: each one's are contiguous
+// on a rail.
 template <class Emit>
 void for_each_source(const TilePieces& tile, u32 rail, u64 begin, u64 rows, const Emit& emit) {
     u32 source = ~0u;

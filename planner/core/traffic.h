@@ -47,8 +47,8 @@ struct Traffic {
 Traffic make_traffic(const i64* matrix, const Topology& topology, u64 row_bytes);
 
 // What dispatch moves, from tokens, each counted once: to_server [R][N] that each rank has for each
-// server, to_rank [R][R] for each rank. Inside a server rows are to_rank's; between servers a rank's
-// rows for a server stand at its same-index peer there, since they can cross on any rail.
+// server, to_rank [R][R] for each rank. Inside a server rows are to_rank's; between servers a
+// rank's rows for a server stand at its same-index peer there, since they can cross on any rail.
 Traffic make_token_traffic(const i64* to_server, const i64* to_rank, const Topology& topology,
                            u64 row_bytes);
 

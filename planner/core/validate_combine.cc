@@ -1,6 +1,6 @@
 // The validator's third part for a combine: follows every row that the dispatch brought back to its
-// owner's window, and every partial row of owners. Which partial rows a proxy gets is in the Arrival
-// records, so there the chunk that each record stands for must be the one that is summed.
+// owner's window, and every partial row of owners. Which partial rows a proxy gets is in the
+// Arrival records, so there the chunk that each record stands for must be the one that is summed.
 #include "planner/core/validate_rows.h"
 
 namespace fastkern {

@@ -96,8 +96,8 @@ class DispatchRows : public RowWalk {
         });
     }
 
-    // Every row of a rank's list is where it belongs: in the window of a rank of its server, or with
-    // a proxy of the right other server.
+    // Every row of a rank's list is where it belongs: in the window of a rank of its server, or
+    // with a proxy of the right other server.
     void check_list(u32 src) {
         for (u32 d = 0; d < num_ranks(); ++d) {
             const u64 first = input_row(src, d), rows = traffic_.at(src, d);

@@ -73,7 +73,8 @@ class FlagCheck : public TableWalk {
             credits += credit;
             if (!credit && (p.slot != flags_.ready(r) || p.value != 1))
                 fault(r, "post", "flag " + std::to_string(p.slot) + " is not its own to post");
-            // Inside a server all may write here; from outside, senders: with a credit, or directly.
+            // Inside a server all may write here; from outside, senders: with a credit, or
+            // directly.
             const bool local = server_of(p.rank) == server_of(r);
             const bool outside = credit || plan_.policy == kDirect;
             if (p.rank == r || (credit && local) || (!local && !outside))

@@ -132,8 +132,8 @@ class RowWalk : public TableWalk {
     }
 };
 
-// What a combine goes by: the rows that a dispatch brought to each rank, where they were staged; and
-// the chunk of them that each land flag, and so each Arrival record, stood for.
+// What a combine goes by: the rows that a dispatch brought to each rank, where they were staged;
+// and the chunk of them that each land flag, and so each Arrival record, stood for.
 struct Chunk {
     u32 proxy;
     u64 begin;  // staging rows of the proxy

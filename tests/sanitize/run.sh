@@ -66,7 +66,10 @@ edited() { # name, file, pattern, replacement
     local root=$out/$1.src
     mkdir -p "$root"
     find planner kernels -name '*.h' -o -name 'host*.cc' | xargs cp --parents -t "$root"
-    [ "$(grep -c -- "$3" "$root/$2")" = 1 ] || { echo "$2: '$3' does not match once" >&2 && exit 1; }
+    if [ "$(grep -c -- "$3" "$root/$2")" != 1 ]; then
+        echo "$2: '$3' does not match once" >&2
+        exit 1
+    fi
     sed -i "s/$3/$4/" "$root/$2"
 }
 
@@ -85,7 +88,7 @@ ASAN_OPTIONS="detect_stack_use_after_return=1" "$out/address.driver" "$SECONDS_E
 
 control relaxed "a relaxed release" . -DFASTKERN_FAULT_RELAXED_RELEASE
 # Reduce waits for the tickets of land and take alone: whoever claimed them has seen the flags.
-edited tickets kernels/body/items.h 'return target.load_acquire(&args.controls\[args.rank\]->tickets' \
-    'return target.load_relaxed(\&args.controls[args.rank]->tickets'
+edited tickets kernels/body/items.h 'return target.load_acquire(&args.controls' \
+    'return target.load_relaxed(\&args.controls'
 control tickets "tickets read relaxed before a reduce" "$out/tickets.src"
 echo "sanitizers passed"
