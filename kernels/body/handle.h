@@ -11,8 +11,8 @@
 //                                       partial row of each local rank; own rank: dispatch's window
 //                                       row
 //   u32 window_slots[window_rows][K]    output row of each choice of a window row, or kNone
-//   u32 touched[receive_rows][M]        per staging row that this rank proxied and local rank: where
-//                                       its sum comes (own rank: window row), or kNone
+//   u32 touched[receive_rows][M]        of a staging row that this rank proxied: where each local
+//                                       rank's sum comes (own rank: window row), or kNone
 //   Arrival arrivals[num_arrivals][M]   as proxies told them
 #pragma once
 
