@@ -47,12 +47,21 @@ class FlagLayout(NamedTuple):
     def push(self, writer_local: int) -> int:
         return 2 * self.num_ranks + (3 * self.num_ranks + writer_local) * self.chunk_slots
 
+    def sum(self, server: int) -> int:
+        return self.push(self.gpus_per_server) + server * self.chunk_slots
+
+    def arrival(self, land_slot: int) -> int:
+        return land_slot - self.land(0, 0)
+
+    def num_arrivals(self) -> int:
+        return self.num_ranks * self.chunk_slots
+
     def free(self, ring: str, owner: int) -> int:
         kind = ("send", "receive", "land", "push").index(ring)
-        return self.push(self.gpus_per_server) + (kind * self.num_ranks + owner) * self.ring_slots
+        return self.sum(self.servers) + (kind * self.num_ranks + owner) * self.ring_slots
 
     def num_slots(self) -> int:
-        return self.push(self.gpus_per_server) + 4 * self.num_ranks * self.ring_slots
+        return self.sum(self.servers) + 4 * self.num_ranks * self.ring_slots
 
 
 def plan_time(queue: int, ticks_begin: int, ticks_end: int, num_chunks: int, chunk: int) -> int:
