@@ -176,6 +176,7 @@ def test_given_counts_are_used_and_checked(four: Pool) -> None:
 def with_handles(rank: int, num_ranks: int) -> list[str]:
     import fastkern
     from fastkern.moe import plans
+    from fastkern.moe.handle import Handle
 
     comm = fastkern.init(servers=2)
     plans._PLANS_KEPT = 3
@@ -217,6 +218,9 @@ def with_handles(rank: int, num_ranks: int) -> list[str]:
     texts.append(message(lambda: comm.combine(recv, older if rank == 3 else handle)))
     texts.append(message(lambda: comm.combine(recv, handle.meta[:3])))
     texts.append(message(lambda: comm.combine(recv, torch.zeros(40, dtype=torch.int64))))
+    cut = handle.meta[:-1]  # a good header, but not all that it speaks of
+    texts.append(message(lambda: comm.combine(recv, Handle(cut) if rank == 1 else handle)))
+    texts.append(message(lambda: comm.dispatch(x, handle=Handle(cut) if rank == 1 else handle)))
     if rank == 2:
         handle.release()
     texts.append(message(lambda: comm.combine(recv, handle)))
@@ -232,6 +236,8 @@ def test_handles(four: Pool) -> None:
         "ValueError: combine: arguments differ between ranks",
         "ValueError: combine: ranks 0, 1, 2, 3: handle: not the metadata of a dispatch",
         "ValueError: combine: ranks 0, 1, 2, 3: handle: not the metadata of a dispatch",
+        "ValueError: combine: rank 1: handle: its metadata has ",
+        "ValueError: dispatch: rank 1: handle: its metadata has ",
         "ValueError: combine: rank 2: handle: it has been released",
     )
     for texts in four.run(with_handles):

@@ -83,6 +83,9 @@ def raw_bytes(meta: torch.Tensor) -> Bytes:
     raw: Bytes = meta.detach().numpy().view(np.uint8)
     if len(raw) < HEADER.itemsize or int(raw[: HEADER.itemsize].view(HEADER)[0]["magic"]) != MAGIC:
         raise ValueError("handle: not the metadata of a dispatch")
+    whole = int(raw[: HEADER.itemsize].view(HEADER)[0]["handle_bytes"])
+    if len(raw) != whole:
+        raise ValueError(f"handle: its metadata has {len(raw)} bytes, not {whole}")
     return raw
 
 

@@ -64,7 +64,7 @@ def dispatch(
         moved = _dispatch_past(comm, xs, topk_idx, topk_weights, options, counts, handle, outs)
     elif carried is not None and tensors and isinstance(topk_idx, Tensor):
         moved = _dispatch(comm, xs, topk_idx, topk_weights, *carried)
-    elif isinstance(handle, Handle) and tensors and topk_idx is None and options == _NO_OPTIONS:
+    elif handle is not None and _reusable(handle, topk_idx, options) and tensors:
         moved = _dispatch_again(comm, xs, topk_weights, handle)
     else:
         _dispatch_past(comm, xs, topk_idx, topk_weights, options, counts, handle, outs)
@@ -92,7 +92,7 @@ def combine(
     given = [t for t in (weights, bias) if t is not None]
     carried = (
         isinstance(handle, Handle)
-        and _tensors(expert_out, *given)
+        and _tensors(handle.meta, expert_out, *given)
         and isinstance(wire_dtype, (torch.dtype, type(None)))
     )
     if not carried or (out is not None and not torch.compiler.is_compiling()):
@@ -185,6 +185,12 @@ def _dispatch_past(
     return got.recv, got.recv_topk_weights, got.tokens_per_expert, made
 
 
+def _reusable(handle: Any, topk_idx: Any, options: tuple[Any, ...]) -> bool:
+    """Whether an operator can dispatch on the routes of an earlier call, as asked."""
+    known = isinstance(handle, Handle) and isinstance(handle.meta, Tensor)
+    return known and topk_idx is None and options == _NO_OPTIONS
+
+
 def _tensors(*values: Any) -> bool:
     return all(isinstance(value, Tensor) for value in values)
 
@@ -237,7 +243,10 @@ def _check_gradients(inputs: list[Any], out: Any) -> None:
 def _anchor(comm: Any, handle: Handle) -> Tensor:
     """The handle's anchor, made now for a handle that was made of a bare meta."""
     if handle.anchor is None:
-        info = functions_of(comm).meta_info(handle.meta)
+        try:
+            info = functions_of(comm).meta_info(handle.meta)
+        except ValueError:  # the call itself says so, on all ranks
+            return torch.empty(0, 0, 0)
         shape = (info.num_recv_rows, info.num_tokens, 0)
         handle.anchor = torch.empty(shape, device=handle.meta.device)
     return handle.anchor
