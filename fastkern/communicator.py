@@ -296,19 +296,20 @@ class Communicator:
         """Bytes per rank that no dispatch and combine within these limits exceed; for `reserve`.
 
         payload_row_bytes: of each tensor of x. weight_bytes: of one of topk_weights, 0 without.
-        combine_width: values of a row of expert_out. The formula is in fastkern.moe.buffers; there
-        is a routing that needs all of it.
+        combine_width: values of a row of expert_out, 0 without a combine. The formula is in
+        fastkern.moe.buffers; there is a routing that needs all of it.
         """
         worst = WorstCase(self.topology, num_max_tokens_per_rank, topk)
         form = RowFormat.of(payload_row_bytes, weight_bytes, topk)
         wire = combine_dtype if wire_dtype is None else wire_dtype
         sum_bytes = 8 if combine_dtype == torch.float64 else 4
-        return max(
-            worst.dispatch_bytes(form.row_bytes),
-            worst.combine_bytes(
-                aligned_row(combine_width * wire.itemsize), aligned_row(combine_width * sum_bytes)
-            ),
+        dispatch_bytes = worst.dispatch_bytes(form.row_bytes)
+        if not combine_width:
+            return dispatch_bytes
+        combine_bytes = worst.combine_bytes(
+            aligned_row(combine_width * wire.itemsize), aligned_row(combine_width * sum_bytes)
         )
+        return max(dispatch_bytes, combine_bytes)
 
     def reserve(self, num_bytes: int) -> None:
         """Have at least this much staging and window per rank. Collective, with equal sizes."""

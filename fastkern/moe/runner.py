@@ -19,7 +19,7 @@ from .combine_arguments import CombineCall
 from .counts import RouteCounts
 from .dispatch_arguments import DispatchCall, DispatchOptions
 from .exchange_counts import HEAD, all_counts, count_page, counts_hash, given_counts
-from .handle import MetaInfo, header_of, meta_info, tokens_per_expert
+from .handle import NONE, MetaInfo, header_of, meta_info, tokens_per_expert
 from .make_handle import HandleOrigin, new_handle
 from .placement import Placement
 from .plans import PlanKeeper
@@ -213,7 +213,10 @@ class MoeRunner:
         body = agreed_bodies(self._runtime.exchange(record, "combine"))
         assert isinstance(call, CombineCall)  # else the agreement has raised
         good, entered = call, time.perf_counter()
-        return self._runtime.guarded(lambda: self._sum(good, int(body[:, 0].max()), begin, entered))
+        num_partials = int(body[:, 0].max())
+        if num_partials >= NONE:  # they are numbered in 32 bits
+            raise ValueError(f"combine: {num_partials} partial rows on one rank, 2^32 - 1 or more")
+        return self._runtime.guarded(lambda: self._sum(good, num_partials, begin, entered))
 
     def _sum(
         self, call: CombineCall, num_partials: int, begin: float, entered: float
