@@ -34,7 +34,7 @@ SOURCE_LIST := $(VENV)/.sources
 NATIVE := $(sort $(shell find planner kernels -name '*.cc' -o -name '*.h'))
 C_FILES = $(sort $(shell find planner kernels tests perf -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.hip'))
 
-.PHONY: help setup demo test sanitize lint types check-kernels format perf wheel clean FORCE
+.PHONY: help setup demo test test-gpu sanitize lint types check-kernels format perf wheel clean FORCE
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -65,7 +65,16 @@ demo: $(INSTALLED) ## run the demonstration
 	$(VENV)/bin/fastkern demo $(DEMO_FLAGS)
 
 test: $(INSTALLED) ## run the tests that need no device
-	$(PY) -m pytest tests --ignore tests/device_compile $(PYTEST_FLAGS)
+	$(PY) -m pytest tests --ignore tests/device_compile --ignore tests/gpu $(PYTEST_FLAGS)
+
+# Offline, and past the pins of `make setup`: with the packages that PYTHON has. pytest starts outside
+# of the repository, where the folder fastkern/ would hide what was built.
+test-gpu: ## build for PYTHON and run the tests that need a GPU with it
+	PYTHON=$(PYTHON) perf/gpu_check.sh --build-only --scratch build/gpu
+	python=$$(realpath -s "$$(command -v $(PYTHON))") && cd build/gpu/run && \
+	FASTKERN_CACHE_DIR=$(CURDIR)/build/gpu/kernels \
+	PYTHONPATH=$(CURDIR)/build/gpu/site:$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH} \
+	"$$python" -m pytest -c $(CURDIR)/tests/gpu/pytest.ini --rootdir $(CURDIR) $(CURDIR)/tests/gpu
 
 sanitize: $(INSTALLED) ## build and run planner and host kernels under the sanitizers
 	PYTHON=$(PY) bash tests/sanitize/run.sh

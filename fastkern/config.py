@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from .planner.api import POLICY_NAMES
@@ -100,3 +101,30 @@ def read_settings() -> Settings:
 def choose_settings(given: dict[str, Any]) -> Settings:
     """The environment's settings with those given in code (not None) over them."""
     return replace(read_settings(), **{k: v for k, v in given.items() if v is not None})
+
+
+def read_cache_dir() -> Path | None:
+    """Where this user's compiled kernels may be kept; None where no home folder is known.
+
+    FASTKERN_CACHE_DIR if set. Otherwise what platformdirs says, which on Linux is the same as the
+    rule used where it is not installed: "fastkern" in XDG_CACHE_HOME if that is an absolute path,
+    else in ~/.cache. Nothing is made here. Raises ValueError for a ~ that nothing is known of.
+    """
+    given = os.environ.get("FASTKERN_CACHE_DIR", "").strip()
+    if given:
+        try:
+            return Path(given).expanduser().absolute()
+        except RuntimeError:
+            raise ValueError(f"FASTKERN_CACHE_DIR={given!r}: no such home folder") from None
+    try:
+        from platformdirs import user_cache_path
+    except ImportError:
+        base = Path(os.environ.get("XDG_CACHE_HOME", "").strip())
+        found = (base if base.is_absolute() else Path("~/.cache")) / "fastkern"
+    else:
+        found = user_cache_path("fastkern")
+    try:
+        found = found.expanduser()
+    except RuntimeError:  # a user without a home
+        return None
+    return found if found.is_absolute() else None

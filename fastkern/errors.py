@@ -25,6 +25,28 @@ class PeerLostError(FastkernError):
     """A rank's process has ended."""
 
 
+class DeviceUnavailableError(FastkernError):
+    """A library that the GPU needs is missing here. The text says which, and how to install it."""
+
+
+class CompileError(FastkernError):
+    """A kernel did not compile when it was needed.
+
+    entry: the kernel's source ("exchange"). target: "cuda" or "hip". arch: "sm_90", "gfx942".
+    log: what the compiler said.
+    """
+
+    def __init__(self, entry: str, target: str, arch: str, log: str) -> None:
+        super().__init__(entry, target, arch, log)  # all of them, so that it can be pickled
+        self.entry = entry
+        self.target = target
+        self.arch = arch
+        self.log = log
+
+    def __str__(self) -> str:
+        return f"{self.entry} does not compile for {self.target} {self.arch}:\n{self.log.strip()}"
+
+
 @dataclass(frozen=True)
 class WaitRecord:
     """The wait that ran out of time, in a call that all ranks had entered.

@@ -19,7 +19,7 @@ using u32 = unsigned int;
 using u64 = unsigned long long;
 
 constexpr u32 kTableMagic = 0x54534b46;  // "FKST"
-constexpr u32 kTableVersion = 2;
+constexpr u32 kTableVersion = 3;
 constexpr u32 kNoSlot = 0xffffffffu;  // "no flag": no gate, or no credit to post
 constexpr u32 kValueBits = 16;        // a flag holds epoch << kValueBits | value, value >= 1
 constexpr u32 kMaxValue = (1u << kValueBits) - 1;
@@ -71,7 +71,9 @@ enum PolicyKind : u32 { kWhole, kSplit, kDirect, kSpreadout, kNumPolicies };
     X(u32, num_streams)                                                                         \
     X(u32, num_segments)                                                                        \
     X(u32, num_links)                                                                           \
-    X(u32, op) /* OpKind */
+    X(u32, op)     /* OpKind */                                                                 \
+    X(u32, server) /* of this rank */                                                           \
+    X(u32, local_rank)
 
 #define FASTKERN_QUEUE_FIELDS(X) \
     X(u64, num_items)            \
@@ -148,7 +150,7 @@ FASTKERN_RECORD(Segment, FASTKERN_SEGMENT_FIELDS);
 FASTKERN_RECORD(Link, FASTKERN_LINK_FIELDS);
 
 static_assert(sizeof(u32) == 4 && sizeof(u64) == 8, "u32 and u64 are 4 and 8 bytes");
-static_assert(sizeof(Header) == 152 && sizeof(Queue) == 16 && sizeof(Post) == 16, "layout");
+static_assert(sizeof(Header) == 160 && sizeof(Queue) == 16 && sizeof(Post) == 16, "layout");
 static_assert(sizeof(Stage) == 40 && sizeof(Stream) == 80, "layout");
 static_assert(sizeof(Segment) == 32 && sizeof(Link) == 16, "layout");
 

@@ -24,7 +24,7 @@ from fastkern.planner.table import (
 from tests.reference import Case, traffic_matrices
 
 SIZES = {
-    "Header": 152,
+    "Header": 160,
     "Queue": 16,
     "Post": 16,
     "Stage": 40,
@@ -67,7 +67,7 @@ def test_dtypes_are_dense_and_little_endian() -> None:
 def test_queues_and_operations_are_those_of_the_header_file() -> None:
     assert QUEUES == ("pack", "push", "put", "receive", "land", "take", "sum", "reduce")
     assert OPS == ("all_to_all", "dispatch", "combine")
-    assert VERSION == 2
+    assert VERSION == 3
     assert ARRIVAL_BYTES == 16
     ended = dict(zip(QUEUES, AT_CHUNK_END, strict=True))
     assert [queue for queue in QUEUES if ended[queue]] == ["receive", "land"]

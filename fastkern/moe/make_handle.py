@@ -29,15 +29,41 @@ class HandleOrigin:
     topology: Topology
 
 
-def new_handle(
+@dataclass(frozen=True)
+class HandleForm:
+    """A handle before its memory is there. header: one HEADER record. first: where rows begin."""
+
+    header: Any
+    first: FirstRows
+    counts: RouteCounts
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole handle."""
+        return int(self.header["handle_bytes"][0])
+
+    @property
+    def num_start_bytes(self) -> int:
+        """Of what `write_start` writes; route and dispatch fill the rest."""
+        return int(_host.handle_layout(self.header.view(np.uint8))["pack_list"])
+
+    def write_start(self, meta: torch.Tensor) -> None:
+        """Write header and counts to the start of `meta`, int64 [num_bytes / 8]."""
+        counts, own = self.counts, self.first.tokens_per_expert
+        meta.numpy().view(np.uint8)[: HEADER.itemsize] = self.header.view(np.uint8)
+        array_of(meta, "to_server", np.int64, counts.to_server.size)[:] = counts.to_server.ravel()
+        array_of(meta, "to_rank", np.int64, counts.to_rank.size)[:] = counts.to_rank.ravel()
+        array_of(meta, "tokens_per_expert", np.int64, len(own))[:] = own
+
+
+def handle_form(
     call: DispatchCall,
-    route: _host.HostRoute,
     counts: RouteCounts,
     out_rows: Words,
     plan: MoePlan,
     origin: HandleOrigin,
-) -> torch.Tensor:
-    """The metadata of a dispatch. out_rows: [R], 1 + rows of each rank's `out`, 0 without one.
+) -> HandleForm:
+    """Sizes and first rows of a dispatch. out_rows: [R], 1 + rows of each rank's `out`, 0 without.
 
     Raises ValueError, the same on every rank, where a rank has not the room that was promised.
     """
@@ -80,14 +106,24 @@ def new_handle(
     if topology.servers > 1 and topology.gpus_per_server > 1:
         header["num_arrivals"] = topology.num_ranks * DEFAULT_CHUNK_SLOTS
     header["zero_padding"] = options.zero_padding
-    num_bytes = int(_host.handle_layout(header.view(np.uint8))["bytes"])
-    header["handle_bytes"] = num_bytes
-    meta = torch.empty(num_bytes // 8, dtype=torch.int64)
-    meta.numpy().view(np.uint8)[: HEADER.itemsize] = header.view(np.uint8)
-    array_of(meta, "to_server", np.int64, counts.to_server.size)[:] = counts.to_server.ravel()
-    array_of(meta, "to_rank", np.int64, counts.to_rank.size)[:] = counts.to_rank.ravel()
-    own = first.tokens_per_expert
-    array_of(meta, "tokens_per_expert", np.int64, len(own))[:] = own
+    header["handle_bytes"] = int(_host.handle_layout(header.view(np.uint8))["bytes"])
+    return HandleForm(header, first, counts)
+
+
+def new_handle(
+    call: DispatchCall,
+    route: _host.HostRoute,
+    counts: RouteCounts,
+    out_rows: Words,
+    plan: MoePlan,
+    origin: HandleOrigin,
+) -> torch.Tensor:
+    """The metadata of a dispatch, filled by route; arguments and errors as in `handle_form`."""
+    form = handle_form(call, counts, out_rows, plan, origin)
+    assert call.options is not None
+    first = form.first
+    meta = torch.empty(form.num_bytes // 8, dtype=torch.int64)
+    form.write_start(meta)
     route.fill(
         handle=meta.data_ptr(),
         slot=first.slot,
@@ -95,7 +131,7 @@ def new_handle(
         list=first.pack_list,
         returned=first.returned,
         partial=first.partial,
-        layout=LAYOUTS.index(options.layout),
+        layout=LAYOUTS.index(call.options.layout),
     )
     return meta
 

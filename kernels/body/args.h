@@ -1,4 +1,5 @@
-// What a launch is given: plain records shared by the host and every device.
+// What a launch is given: plain records shared by the host and every device. Their field lists also
+// yield, through the extension module, the NumPy dtypes that Python fills them in with.
 #pragma once
 
 #include "kernels/body/handle.h"
@@ -16,104 +17,133 @@ struct ShapedRates {
 enum RecordState : u32 { kNoRecord, kRecordInWork, kRecordWritten };
 
 // The first wait of a rank that ran out of time. `state` is written last, with release.
-struct ErrorRecord {
-    u64 expected;  // flag value awaited: epoch << kValueBits | value
-    u64 seen;      // flag value found
-    u64 waited_ns;
-    u64 epoch;
-    u32 queue;  // QueueKind of the item that could not run; kNumQueues: own puts did not end
-    u32 stage;  // index within its queue
-    u32 chunk;
-    u32 peer;  // the rank whose flag is missing
-    u32 slot;  // the flag
-    u32 reserved;
-    u64 state;  // RecordState
-};
+#define FASTKERN_ERROR_FIELDS(X)                                                                   \
+    X(u64, expected) /* flag value awaited: epoch << kValueBits | value */                         \
+    X(u64, seen)     /* flag value found */                                                        \
+    X(u64, waited_ns)                                                                              \
+    X(u64, epoch)                                                                                  \
+    X(u32, queue) /* QueueKind of the item that could not run; kNumQueues: own puts did not end */ \
+    X(u32, stage) /* index within its queue */                                                     \
+    X(u32, chunk)                                                                                  \
+    X(u32, peer) /* the rank whose flag is missing */                                              \
+    X(u32, slot) /* the flag */                                                                    \
+    X(u32, reserved)                                                                               \
+    X(u64, state) /* RecordState */
+FASTKERN_RECORD(ErrorRecord, FASTKERN_ERROR_FIELDS);
 static_assert(sizeof(ErrorRecord) == 64, "layout");
 
+using TicketWords = u64[kNumQueues];
+using TierWords = u64[kNumTiers];
+
 // The words of one rank's heap that its blocks and its peers share, besides the flags.
-struct Control {
-    u64 abort;  // 0, or epoch << kValueBits | origin + 1, written by any rank
-    u64 epoch;  // calls completed here; advanced by the last block out
-    u64 tickets[kNumQueues];
-    u64 blocks_out;
-    u64 egress_free_ns[kNumTiers];  // shaped transport: when this rank's links fall idle
-    u64 ingress_free_ns[kNumTiers];
-    ErrorRecord record;
-    u64 reserved;
-};
-static_assert(sizeof(Control) == 192, "layout");
+#define FASTKERN_CONTROL_FIELDS(X)                                                          \
+    X(u64, abort) /* 0, or epoch << kValueBits | origin + 1, written by any rank */         \
+    X(u64, epoch) /* calls completed here; advanced by the last block out */                \
+    X(TicketWords, tickets)                                                                 \
+    X(u64, blocks_out)                                                                      \
+    X(TierWords, egress_free_ns) /* shaped transport: when this rank's links fall idle */   \
+    X(TierWords, ingress_free_ns)                                                           \
+    X(ErrorRecord, record)                                                                  \
+    X(u64, notice)           /* networks: an abort word put by a same-index peer */         \
+    X(u64, beats)            /* networks: same-index peers add to it while theirs get on */ \
+    X(u64, last_beat_ns)     /* networks: when this rank last did, and */                   \
+    X(u64, last_beat_claims) /* what its server had claimed then */
+FASTKERN_RECORD(Control, FASTKERN_CONTROL_FIELDS);
+static_assert(sizeof(Control) == 216, "layout");
 
 // What a block did, for traces: one item from begin to end.
-struct TraceEvent {
-    u64 begin_ns;
-    u64 end_ns;
-    u64 bytes;
-    u32 queue;
-    u32 stage;
-    u32 chunk;
-    u32 peer;
-    u32 block;
-    u32 reserved;
-};
+#define FASTKERN_TRACE_FIELDS(X) \
+    X(u64, begin_ns)             \
+    X(u64, end_ns)               \
+    X(u64, bytes)                \
+    X(u32, queue)                \
+    X(u32, stage)                \
+    X(u32, chunk)                \
+    X(u32, peer)                 \
+    X(u32, block)                \
+    X(u32, reserved)
+FASTKERN_RECORD(TraceEvent, FASTKERN_TRACE_FIELDS);
 static_assert(sizeof(TraceEvent) == 48, "layout");
 
+using OutputBytes = u8*;
+using InputBytes = const u8*;
+using Words = u64*;
+using BytesOfRanks = u8* const*;
+using WordsOfRanks = u64* const*;
+using ControlOfRanks = Control* const*;
+using TraceEvents = TraceEvent*;
+
 // One tensor of a dispatch: a row's part from it lies at `offset` in the row that moves.
-struct PayloadPart {
-    const u8* input;  // [T, row_bytes]
-    u8* output;       // [num_recv_rows, row_bytes]
-    u64 row_bytes;
-    u64 offset;  // a multiple of 16
-};
+#define FASTKERN_PART_FIELDS(X)                             \
+    X(InputBytes, input)   /* [T, row_bytes] */             \
+    X(OutputBytes, output) /* [num_recv_rows, row_bytes] */ \
+    X(u64, row_bytes)                                       \
+    X(u64, offset) /* a multiple of 16 */
+FASTKERN_RECORD(PayloadPart, FASTKERN_PART_FIELDS);
 static_assert(sizeof(PayloadPart) == 32, "layout");
 
 constexpr u32 kMostParts = 8;
+using PayloadParts = PayloadPart[kMostParts];
 
-// What dispatch and combine need beside the table.
-struct MoeArgs {
-    u8* handle;  // see handle.h
-    // Dispatch.
-    PayloadPart parts[kMostParts];
-    const u8* weights_input;  // [T, K]
-    u8* weights_output;       // expert layout: [num_recv_rows]; rank layout: [num_recv_rows, K]
-    u64* index_output;        // rank layout: [num_recv_rows, K], int64, -1: not here
-    u64 weights_offset;       // in the row
-    u64 header_offset;
-    u32 num_parts;
-    u32 weight_bytes;  // of one; 0: none travel
-    u32 record;        // 1: fill the handle; 0: it has been filled
-    u32 reserved;
-    // Combine. Weights are of the sums' type, float or double.
-    const u8* expert_out;   // [num_recv_rows, width]
-    const u8* row_weights;  // [num_recv_rows], or null
-    const u8* bias;         // null, or rows `bias_stride` bytes apart (0: one row for all tokens)
-    u8* result;             // [T, width]
-    u64 width;
-    u64 bias_stride;
-    u32 value_kind;  // of expert_out and result
-    u32 wire_kind;   // between servers
-    u32 bias_kind;
-    u32 reserved2;
-};
+// What dispatch and combine need beside the table: first what a dispatch does, then what a combine
+// does, whose weights are of the sums' type, float or double.
+#define FASTKERN_MOE_ARGS_FIELDS(X)                                                               \
+    X(OutputBytes, handle) /* see handle.h */                                                     \
+    X(PayloadParts, parts)                                                                        \
+    X(InputBytes, weights_input) /* [T, K] */                                                     \
+    X(OutputBytes,                                                                                \
+      weights_output)      /* expert layout: [num_recv_rows]; rank layout: [num_recv_rows, K] */  \
+    X(Words, index_output) /* rank layout: [num_recv_rows, K], int64, -1: not here */             \
+    X(u64, weights_offset) /* in the row */                                                       \
+    X(u64, header_offset)                                                                         \
+    X(u32, num_parts)                                                                             \
+    X(u32, weight_bytes) /* of one; 0: none travel */                                             \
+    X(u32, record)       /* 1: fill the handle; 0: it has been filled */                          \
+    X(u32, reserved)                                                                              \
+    X(InputBytes, expert_out)  /* [num_recv_rows, width] */                                       \
+    X(InputBytes, row_weights) /* [num_recv_rows], or null */                                     \
+    X(InputBytes, bias)        /* null, or rows `bias_stride` bytes apart (0: one row for all) */ \
+    X(OutputBytes, result)     /* [T, width] */                                                   \
+    X(u64, width)                                                                                 \
+    X(u64, bias_stride)                                                                           \
+    X(u32, value_kind) /* of expert_out and result */                                             \
+    X(u32, wire_kind)  /* between servers */                                                      \
+    X(u32, bias_kind)                                                                             \
+    X(u32, reserved2)
+FASTKERN_RECORD(MoeArgs, FASTKERN_MOE_ARGS_FIELDS);
 static_assert(sizeof(MoeArgs) == 384, "layout");
 
-struct KernelArgs {
-    const u8* table;           // this rank's stage table
-    const u8* input;           // [input_rows, row_bytes]
-    u8* output;                // [output_rows, row_bytes]
-    Control* const* controls;  // [R] as mapped here
-    u64* const* flags;         // [R] FlagLayout words of each rank
-    u64* const* visible_ns;    // [R] shaped transport: when a flag may be seen; else null
-    u8* const* data;           // [R] DataLayout bytes of each rank
-    const MoeArgs* moe;        // dispatch, combine
-    u64 epoch;                 // of this call, from 1
-    u64 progress_ns;           // deadline without progress
-    TraceEvent* trace;         // null: no trace
-    u64* trace_count;          // events so far; those past the capacity are dropped
-    u64 trace_capacity;
-    u32 num_blocks;
-    u32 rank;
-};
-static_assert(sizeof(KernelArgs) == 112, "layout");
+using MoeArgsOfCall = const MoeArgs*;
+
+#define FASTKERN_KERNEL_ARGS_FIELDS(X)                                                          \
+    X(InputBytes, table)        /* this rank's stage table */                                   \
+    X(InputBytes, input)        /* [input_rows, row_bytes] */                                   \
+    X(OutputBytes, output)      /* [output_rows, row_bytes] */                                  \
+    X(ControlOfRanks, controls) /* [R] as mapped here */                                        \
+    X(WordsOfRanks, flags)      /* [R] FlagLayout words of each rank */                         \
+    X(WordsOfRanks, visible_ns) /* [R] shaped transport: when a flag may be seen; else null */  \
+    X(BytesOfRanks, data)       /* [R] DataLayout bytes of each rank */                         \
+    X(MoeArgsOfCall, moe)       /* dispatch, combine */                                         \
+    X(InputBytes, network)      /* of the transport between servers, or null */                 \
+    X(u64, epoch)         /* of this call, from 1; 0: the one after the last that ended here */ \
+    X(u64, progress_ns)   /* deadline without progress */                                       \
+    X(TraceEvents, trace) /* null: no trace */                                                  \
+    X(Words, trace_count) /* events so far; those past the capacity are dropped */              \
+    X(u64, trace_capacity)                                                                      \
+    X(u32, num_blocks)                                                                          \
+    X(u32, rank)
+FASTKERN_RECORD(KernelArgs, FASTKERN_KERNEL_ARGS_FIELDS);
+static_assert(sizeof(KernelArgs) == 120, "layout");
+
+using ArgsOfRanks = const KernelArgs*;
+
+// What a device kernel is launched with: blocks_per_rank blocks for each rank here, one rank or all
+// those of a virtual cluster on one device.
+#define FASTKERN_LAUNCH_ARGS_FIELDS(X)      \
+    X(ArgsOfRanks, ranks) /* [num_ranks] */ \
+    X(u32, num_ranks)                       \
+    X(u32, blocks_per_rank)
+FASTKERN_RECORD(LaunchArgs, FASTKERN_LAUNCH_ARGS_FIELDS);
+static_assert(sizeof(LaunchArgs) == 16, "layout");
 
 }  // namespace fastkern

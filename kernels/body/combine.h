@@ -19,282 +19,312 @@
 // rounded to bfloat16 (258); the owner has no other server and writes 258.
 #pragma once
 
-#include "kernels/body/items.h"
-#include "kernels/body/number.h"
+#include "kernels/body/dispatch.h"
+#include "kernels/body/values.h"
 
 namespace fastkern {
 
-// Values that a lane holds at a time. Loops over them have a constant number of rounds, so that
-// devices keep them in registers; those past the end of a row are never stored.
-template <class Target, class Sum>
-struct Values {
-    Sum v[Target::kValues];
+// A row of sums: what it adds up, and where it goes.
+//   pack, push  this rank's sum for window row `row` of the dispatch, to a partial row of the peer
+//   sum         a proxied row: the sums of its server's ranks, to send staging
+//   reduce      a token of this rank: the sums of all servers and the bias, to the result
+struct SumRow {
+    u32 row;
+    u32 to_row;
 };
 
-// n values; kind: of those at `from`, that of the sums themselves included.
-template <class Target, class Sum>
-FASTKERN_DEVICE Values<Target, Sum> load_values(const u8* from, u32 kind, u32 n) {
-    const u32 bytes = value_bytes(kind);
-    Values<Target, Sum> values;
-    if (n == Target::kValues)
-        for (u32 j = 0; j < Target::kValues; ++j) load_value(from + j * bytes, kind, values.v + j);
-    else
-        for (u32 j = 0; j < Target::kValues; ++j)
-            load_value(from + (j < n ? j : 0) * bytes, kind, values.v + j);
-    return values;
+enum TermKind : u32 { kSlotTerm, kRankTerm, kServerTerm, kBiasTerm };
+
+// The terms of a row in the order in which they are added: other servers before the own one, in it
+// the ranks before the own one, the own rank's slots, the ranks after it; the servers after it; the
+// bias. Some are not there: their rows are kNone.
+struct TermOrder {
+    u32 servers_before, ranks_before, slots, ranks_after, servers_after, bias;
+
+    FASTKERN_DEVICE u32 count() const {
+        return servers_before + ranks_before + slots + ranks_after + servers_after + bias;
+    }
+    // Of the k-th: what it is, and which server, local rank or choice.
+    FASTKERN_DEVICE TermKind find(u32 k, u32* which) const {
+        const u32 first_rank = servers_before, first_slot = first_rank + ranks_before;
+        const u32 next_rank = first_slot + slots, next_server = next_rank + ranks_after;
+        const bool slot = k >= first_slot && k < next_rank;
+        const bool rank = k >= first_rank && k < next_server;
+        *which = k < first_rank   ? k
+                 : k < first_slot ? k - first_rank
+                 : slot           ? k - first_slot
+                 : rank           ? k - next_rank + ranks_before + 1
+                                  : k - next_server + servers_before + 1;
+        if (slot) return kSlotTerm;
+        if (rank) return kRankTerm;
+        return k < next_server + servers_after ? kServerTerm : kBiasTerm;
+    }
+};
+
+// Sums rows; one team each. Lanes look for the terms of a row together, one each, and read what
+// others found; then each sums its share of the row's values.
+template <class Call, class Sum>
+class Combiner {
+    using Target = typename Call::Target;
+    static constexpr u32 kSumKind = SumKind<Sum>::kKind;
+    static constexpr u32 kMany = Target::template kValues<Sum>;
+
+  public:
+    FASTKERN_DEVICE Combiner(const Call& call, const RunningItem<Call>& item)
+        : call_(call), item_(item) {}
+
+    // Some values at a time; those at the end of the row, or all where rows are not aligned, one by
+    // one.
+    FASTKERN_DEVICE void sum(const SumRow& row) const {
+        const u32 width = static_cast<u32>(call_.moe().width), lanes = call_.target.team_lanes();
+        const u32 together = kMany > 1 && aligned() ? width / kMany * kMany : 0;
+        const u32 own_row = find_own(row);
+        u32 found = find_term(row, own_row, call_.target.team_lane());
+        if constexpr (kMany > 1) {
+            FASTKERN_ROLLED
+            for (u32 first = 0; first < together; first += lanes * kMany)
+                sum_values<kMany>(row, own_row, &found, first, together);
+        }
+        FASTKERN_ROLLED
+        for (u32 first = together; first < width; first += lanes)
+            sum_values<1>(row, own_row, &found, first, width);
+    }
+
+  private:
+    const Call& call_;
+    const RunningItem<Call>& item_;
+
+    // Rows that move lie at multiples of 16 bytes; are those of the caller where they must?
+    FASTKERN_DEVICE bool aligned() const {
+        if constexpr (Target::kWide == 0) return true;
+        const MoeArgs& moe = call_.moe();
+        const u32 caller = static_cast<u32>(reinterpret_cast<u64>(moe.expert_out) |
+                                            reinterpret_cast<u64>(moe.result) |
+                                            moe.width * value_bytes(moe.value_kind));
+        const u32 bias = static_cast<u32>(reinterpret_cast<u64>(moe.bias) | moe.bias_stride);
+        return caller % (kMany * value_bytes(moe.value_kind)) == 0 &&
+               (!moe.bias || bias % (kMany * value_bytes(moe.bias_kind)) == 0);
+    }
+
+    // [M] window row of the own rank, partial row of each other, or kNone; null: the own rank alone.
+    FASTKERN_DEVICE const u32* rank_map(const SumRow& row) const {
+        const Header& h = call_.header();
+        if (item_.queue() == kSum) return call_.handle().touched + u64{row.row} * h.gpus_per_server;
+        return server_map(row) + h.servers;
+    }
+    // [N] window row of each other server's sum, or kNone.
+    FASTKERN_DEVICE const u32* server_map(const SumRow& row) const {
+        const Header& h = call_.header();
+        return call_.handle().token_map + u64{row.row} * (h.servers + h.gpus_per_server);
+    }
+
+    // The row of the dispatch's window whose slots the own rank adds, or kNone.
+    FASTKERN_DEVICE u32 find_own(const SumRow& row) const {
+        if (item_.queue() <= kPush) return row.row;
+        return Target::uniform(rank_map(row)[call_.own_local()]);
+    }
+
+    FASTKERN_DEVICE TermOrder order_of(u32 own_row) const {
+        const Header& h = call_.header();
+        const HandleHeader& handle = call_.handle_header();
+        const bool reduce = item_.queue() == kReduce, alone = item_.queue() <= kPush;
+        TermOrder order;
+        order.servers_before = reduce ? h.server : 0;
+        order.ranks_before = alone ? 0 : h.local_rank;
+        // In the rank layout one output row stands for all choices.
+        order.slots = own_row == kNone ? 0 : handle.layout == kRankLayout ? 1 : handle.topk;
+        order.ranks_after = alone ? 0 : h.gpus_per_server - 1 - h.local_rank;
+        order.servers_after = reduce ? h.servers - 1 - h.server : 0;
+        order.bias = reduce && call_.moe().bias;
+        return order;
+    }
+
+    // Which row the k-th term is, or kNone.
+    FASTKERN_DEVICE u32 find_term(const SumRow& row, u32 own_row, u32 k) const {
+        const TermOrder order = order_of(own_row);
+        if (k >= order.count()) return kNone;
+        u32 which;
+        switch (order.find(k, &which)) {
+            case kSlotTerm:
+                if (call_.handle_header().layout == kRankLayout) return own_row;
+                return call_.handle()
+                    .window_slots[u64{own_row} * call_.handle_header().topk + which];
+            case kRankTerm:
+                return rank_map(row)[which];
+            case kServerTerm:
+                return server_map(row)[which];
+            default:
+                return row.row;
+        }
+    }
+
+    // Where a term's row lies, and of what kind its values are.
+    FASTKERN_DEVICE const u8* locate(TermKind term, u32 at, u32* kind) const {
+        const Header& h = call_.header();
+        const MoeArgs& moe = call_.moe();
+        switch (term) {
+            case kSlotTerm:
+                *kind = moe.value_kind;
+                return moe.expert_out + at * moe.width * value_bytes(moe.value_kind);
+            case kRankTerm:
+                *kind = kSumKind;
+                return call_.own_data() + call_.layout().scratch +
+                       (at + (item_.queue() == kSum ? h.scratch_base : 0)) * h.scratch_row_bytes;
+            case kServerTerm:
+                *kind = moe.wire_kind;
+                return call_.own_data() + call_.layout().window + at * h.row_bytes;
+            default:
+                *kind = moe.bias_kind;
+                return moe.bias + at * moe.bias_stride;
+        }
+    }
+
+    // Where a row of sums goes, and of what kind its values are there.
+    FASTKERN_DEVICE u8* destination(const SumRow& row, u32* kind) const {
+        const Header& h = call_.header();
+        const MoeArgs& moe = call_.moe();
+        if (item_.queue() == kReduce) {
+            *kind = moe.value_kind;
+            return moe.result + row.to_row * moe.width * value_bytes(moe.value_kind);
+        }
+        if (item_.queue() == kSum) {
+            *kind = moe.wire_kind;
+            return call_.own_data() + call_.layout().send + row.to_row * h.row_bytes;
+        }
+        *kind = kSumKind;
+        return call_.args().data[call_.table().streams[item_.stream()].peer] +
+               call_.layout().scratch + row.to_row * h.scratch_row_bytes;
+    }
+
+    // found: the lane's term among the first; read anew where a row has more terms than lanes.
+    template <u32 kCount>
+    FASTKERN_DEVICE void sum_values(const SumRow& row, u32 own_row, u32* found, u32 begin,
+                                    u32 end) const {
+        const auto& target = call_.target;
+        const u32 lanes = target.team_lanes();
+        const u32 count = Target::uniform(order_of(own_row).count());
+        const u32 first = begin + target.team_lane() * kCount;
+        Values<Target, Sum, kCount> total, server_total, rank_total;
+        total.clear();
+        server_total.clear();
+        rank_total.clear();
+        bool any = false;
+        FASTKERN_ROLLED
+        for (u32 k = 0; k < count; ++k) {
+            if (count > lanes && k % lanes == 0)
+                *found = find_term(row, own_row, k + target.team_lane());
+            call_.forget();
+            const u32 at = target.team_read(*found, k % lanes);
+            if (at == kNone) continue;
+            any = true;
+            if (first >= end) continue;
+            u32 which, kind;
+            const TermKind term = order_of(own_row).find(k, &which);
+            const u8* const from = locate(term, at, &kind);
+            Values<Target, Sum, kCount> terms;
+            terms.load(from + first * value_bytes(kind), kind);
+            if (term == kSlotTerm) {
+                if (call_.moe().row_weights)
+                    terms.multiply(reinterpret_cast<const Sum*>(call_.moe().row_weights)[at]);
+                rank_total.add(terms);
+                continue;
+            }
+            server_total.add(rank_total);  // complete, if there is one
+            rank_total.clear();
+            if (term == kRankTerm) {
+                server_total.add(terms);
+                continue;
+            }
+            total.add(server_total);
+            server_total.clear();
+            total.add(terms);
+        }
+        if (first >= end) return;
+        server_total.add(rank_total);
+        total.add(server_total);
+        if (!any)  // +0
+            for (u32 j = 0; j < kCount; ++j) total.v[j] = Sum{0};
+        call_.forget();
+        u32 kind;
+        u8* const to = destination(row, &kind);
+        total.store(to + first * value_bytes(kind), kind);
+    }
+};
+
+// The rows of one run of an item; pack: one run for each source, as its Arrival record says.
+struct SumRun {
+    u32 from, to, num_rows;  // rows from `from` on, to rows from `to` on; numbered in 32 bits
+};
+
+template <class Call>
+FASTKERN_DEVICE SumRun find_run(const Call& call, const RunningItem<Call>& item, u32 run) {
+    const Stream& s = call.table().streams[item.stream()];
+    const u64 segment_row = call.table().segments[item.first_segment()].row;
+    if (item.queue() == kPack) {
+        const Arrival& a =
+            call.handle().arrivals[(segment_row + item.chunk()) * call.ranks_here() + run];
+        return SumRun{
+            call.target.uniform(a.window_row),
+            static_cast<u32>(call.header().scratch_base) + call.target.uniform(a.partial_row),
+            call.target.uniform(a.num_rows)};
+    }
+    const u32 first = static_cast<u32>(item.first_row());
+    SumRun rows{first, first, static_cast<u32>(item.num_rows())};
+    if (item.queue() == kReduce) return rows;
+    rows.from += static_cast<u32>(item.queue() == kPush ? segment_row : s.source_row);
+    rows.to += static_cast<u32>(s.target_row);
+    return rows;
 }
 
-template <class Sum>
-struct SumKind;
-template <>
-struct SumKind<float> {
-    static constexpr u32 kKind = kFloat32;
-};
-template <>
-struct SumKind<double> {
-    static constexpr u32 kKind = kFloat64;
-};
-
-// Adds terms one after the other; 0 without any.
-template <class Target, class Sum>
-class Adder {
-  public:
-    FASTKERN_DEVICE void add(const Values<Target, Sum>& term) {
-        if (empty_)
-            sum_ = term;
-        else
-            for (u32 j = 0; j < Target::kValues; ++j) sum_.v[j] = sum_.v[j] + term.v[j];
-        empty_ = false;
+template <class Sum, class Call>
+FASTKERN_DEVICE void combine_sums(const Call& call, const RunningItem<Call>& item) {
+    const auto& target = call.target;
+    const u32 num_runs = item.queue() == kPack ? call.ranks_here() : 1;
+    u32 sent_rows = 0;
+    FASTKERN_ROLLED
+    for (u32 k = 0; k < num_runs; ++k) {
+        const SumRun run = find_run(call, item, k);
+        const u32 end = run.from + run.num_rows, distance = run.to - run.from;
+        FASTKERN_ROLLED
+        for (u32 row = run.from + target.team(); row < end; row += target.num_teams())
+            Combiner<Call, Sum>(call, item).sum(SumRow{row, row + distance});
+        sent_rows += run.num_rows;
     }
-    FASTKERN_DEVICE void add(const Adder& other) {
-        if (!other.empty_) add(other.sum_);
-    }
-    FASTKERN_DEVICE void store(u8* to, u32 kind, u32 n) const {
-        const u32 bytes = value_bytes(kind);
-        for (u32 j = 0; j < Target::kValues; ++j)
-            if (j < n) store_value(to + j * bytes, kind, empty_ ? Sum{0} : sum_.v[j]);
-    }
-
-  private:
-    bool empty_ = true;
-    Values<Target, Sum> sum_;
-};
-
-// A row of sums: where its terms are, and where it goes.
-struct SumRow {
-    const u32* local;  // [M] the sum of each local rank, or kNone: of this rank a window row of the
-                       // dispatch, of others a partial row; null: this rank alone, own_row
-    u64 own_row;       // window row of the dispatch
-    u64 first_partial;  // what partial rows are counted from
-    const u32* remote;  // [N] window row of each other server's sum, or kNone; null: no other's
-    const u8* bias;     // or null
-    u8* to;
-    u32 kind;  // of the values there
-};
-
-// The rows of one item.
-template <class Target, class Sum>
-class Combiner {
-  public:
-    FASTKERN_DEVICE Combiner(const Target& target, const TableView& table, const KernelArgs& args)
-        : target_(target),
-          table_(table),
-          args_(args),
-          moe_(*args.moe),
-          handle_(view_handle(args.moe->handle)),
-          layout_(data_layout(*table.header)) {}
-
-    // This rank's sum for a row of the dispatch's window, to a partial row of `rank`.
-    FASTKERN_DEVICE SumRow partial_row(u64 window_row, u32 rank, u64 target_row) const {
-        return {nullptr, window_row, 0, nullptr, nullptr, partial(rank, target_row), kSumKind};
-    }
-
-    // A proxied row: the partial rows of its server, into send staging.
-    FASTKERN_DEVICE SumRow server_row(u64 source_row, u64 target_row) const {
-        const Header& h = *table_.header;
-        return {handle_.touched + source_row * h.gpus_per_server,
-                0,
-                h.scratch_base,
-                nullptr,
-                nullptr,
-                args_.data[args_.rank] + layout_.send + target_row * h.row_bytes,
-                moe_.wire_kind};
-    }
-
-    // A token of this rank: the sums of all servers, and the bias.
-    FASTKERN_DEVICE SumRow token_row(u64 token) const {
-        const Header& h = *table_.header;
-        const u32* const map = handle_.token_map + token * (h.servers + h.gpus_per_server);
-        return {map + h.servers,
-                0,
-                0,
-                map,
-                moe_.bias ? moe_.bias + token * moe_.bias_stride : nullptr,
-                moe_.result + token * moe_.width * value_bytes(moe_.value_kind),
-                moe_.value_kind};
-    }
-
-    // All lanes, each its share of the row's values.
-    FASTKERN_DEVICE void sum(const SumRow& row) const {
-        constexpr u64 kValues = Target::kValues;
-        const u64 stride = target_.num_lanes() * kValues;
-        for (u64 first = target_.lane() * kValues; first < moe_.width; first += stride) {
-            const u64 left = moe_.width - first;
-            const u32 n = static_cast<u32>(left < kValues ? left : kValues);
-            sum_of_servers(row, first, n)
-                .store(row.to + first * value_bytes(row.kind), row.kind, n);
-        }
-    }
-
-    FASTKERN_DEVICE const HandleView& handle() const { return handle_; }
-
-  private:
-    static constexpr u32 kSumKind = SumKind<Sum>::kKind;
-
-    FASTKERN_DEVICE u8* partial(u32 rank, u64 row) const {
-        return args_.data[rank] + layout_.scratch + row * table_.header->scratch_row_bytes;
-    }
-
-    // Values [first, first + n) of a row, here and below.
-    FASTKERN_DEVICE Adder<Target, Sum> sum_of_servers(const SumRow& row, u64 first, u32 n) const {
-        const u32 own = args_.rank / table_.header->gpus_per_server;
-        const u32 end = row.remote ? table_.header->servers : own + 1;
-        const u8* const window = args_.data[args_.rank] + layout_.window;
-        Adder<Target, Sum> adder;
-        for (u32 server = row.remote ? 0 : own; server < end; ++server) {
-            if (server == own)
-                adder.add(sum_of_ranks(row, first, n));
-            else if (row.remote[server] != kNone)
-                adder.add(load_values<Target, Sum>(
-                    window + row.remote[server] * table_.header->row_bytes +
-                        first * value_bytes(moe_.wire_kind),
-                    moe_.wire_kind, n));
-        }
-        if (row.bias)
-            adder.add(load_values<Target, Sum>(row.bias + first * value_bytes(moe_.bias_kind),
-                                               moe_.bias_kind, n));
-        return adder;
-    }
-
-    FASTKERN_DEVICE Adder<Target, Sum> sum_of_ranks(const SumRow& row, u64 first, u32 n) const {
-        const u32 m = table_.header->gpus_per_server, own = args_.rank % m;
-        const u32 end = row.local ? m : own + 1;
-        Adder<Target, Sum> adder;
-        for (u32 d = row.local ? 0 : own; d < end; ++d) {
-            const u64 at = row.local ? row.local[d] : row.own_row;
-            if (at == kNone) continue;
-            if (d == own)
-                adder.add(sum_of_slots(at, first, n));
-            else
-                adder.add(load_values<Target, Sum>(
-                    partial(args_.rank, row.first_partial + at) + first * sizeof(Sum), kSumKind,
-                    n));
-        }
-        return adder;
-    }
-
-    FASTKERN_DEVICE Adder<Target, Sum> sum_of_slots(u64 window_row, u64 first, u32 n) const {
-        const bool one = handle_.header->layout == kRankLayout;  // output row of all its choices
-        const u32 topk = one ? 1 : handle_.header->topk;
-        Adder<Target, Sum> adder;
-        for (u32 k = 0; k < topk; ++k) {
-            const u64 slot = one ? window_row : handle_.window_slots[window_row * topk + k];
-            if (slot != kNone) adder.add(weighted(slot, first, n));
-        }
-        return adder;
-    }
-
-    FASTKERN_DEVICE Values<Target, Sum> weighted(u64 slot, u64 first, u32 n) const {
-        Values<Target, Sum> term = load_values<Target, Sum>(
-            moe_.expert_out + (slot * moe_.width + first) * value_bytes(moe_.value_kind),
-            moe_.value_kind, n);
-        if (moe_.row_weights) {
-            const Sum weight = reinterpret_cast<const Sum*>(moe_.row_weights)[slot];
-            for (u32 j = 0; j < Target::kValues; ++j)
-                term.v[j] = Target::product(term.v[j], weight);
-        }
-        return term;
-    }
-
-    const Target& target_;
-    const TableView& table_;
-    const KernelArgs& args_;
-    const MoeArgs& moe_;
-    const HandleView handle_;
-    const DataLayout layout_;
-};
-
-// One run of rows; pack: one for each source, as its Arrival record says.
-template <class Sum, class Target, class Transport>
-FASTKERN_DEVICE void combine_sums(const Target& target, const Transport& transport,
-                                  const TableView& table, const KernelArgs& args,
-                                  const Item& item) {
-    const Stream& s = table.streams[item.stream];
-    const Combiner<Target, Sum> combiner(target, table, args);
-    const u32 num_runs = item.queue == kPack ? table.header->gpus_per_server : 1;
-    const u64 segment_row = table.segments[item.first_segment].row;
-    u64 sent_bytes = 0;
-    for (u32 run = 0; run < num_runs; ++run) {
-        u64 from = item.first_row, to = item.first_row, num_rows = item.num_rows;
-        if (item.queue == kPack) {
-            const Arrival a =
-                combiner.handle().arrivals[(segment_row + item.chunk) * num_runs + run];
-            from = a.window_row;
-            to = table.header->scratch_base + a.partial_row;
-            num_rows = a.num_rows;
-        } else if (item.queue == kPush) {
-            from += segment_row;
-            to += s.target_row;
-        } else if (item.queue == kSum) {
-            from += s.source_row;
-            to += s.target_row;
-        }
-        for (u64 k = 0; k < num_rows; ++k)
-            combiner.sum(item.queue == kReduce ? combiner.token_row(from + k)
-                         : item.queue == kSum  ? combiner.server_row(from + k, to + k)
-                                               : combiner.partial_row(from + k, s.peer, to + k));
-        if (item.queue <= kPush) sent_bytes += num_rows * table.header->scratch_row_bytes;
-    }
-    if (item.queue != kReduce)
-        signal_after_writes(target, transport, s.peer, s.slot + item.chunk, kScaleUp, sent_bytes);
+    if (item.queue() == kReduce) return;
+    call.forget();
+    const Stream& s = call.table().streams[item.stream()];
+    signal_after_writes(call, s.peer, s.slot + item.chunk(), kScaleUp,
+                        item.queue() <= kPush ? sent_rows * call.header().scratch_row_bytes : 0);
 }
 
 // A chunk that came back: to the windows of its tokens' owners, this rank's own too.
-template <class Target, class Transport>
-FASTKERN_DEVICE void return_rows(const Target& target, const Transport& transport,
-                                 const TableView& table, const KernelArgs& args, const Item& item) {
-    const Stream& s = table.streams[item.stream];
-    const DataLayout layout = data_layout(*table.header);
-    const u64 row_bytes = table.header->row_bytes;
-    give_credit(target, transport, table, item);
-    const u8* const from = args.data[args.rank] + layout.receive;
-    for (u32 k = item.first_segment; k < s.first_segment + s.num_segments; ++k) {
-        const Segment& g = table.segments[k];
+template <class Call>
+FASTKERN_DEVICE void return_rows(const Call& call, const RunningItem<Call>& item) {
+    give_credit(call, item);
+    FASTKERN_ROLLED
+    for (u32 k = item.first_segment();; ++k) {
+        const Stream& s = call.table().streams[item.stream()];
+        if (k == s.first_segment + s.num_segments) break;
+        const Segment& g = call.table().segments[k];
         const Part part = part_of(g, item);
         if (part.num_rows == 0) break;
-        target.copy(args.data[g.peer] + layout.window + part.row * row_bytes,
-                    from + (s.source_row + part.stream_row) * row_bytes, part.num_rows * row_bytes);
+        const u64 row_bytes = call.header().row_bytes;
+        call.target.copy(
+            call.args().data[g.peer] + call.layout().window + part.row * row_bytes,
+            call.own_data() + call.layout().receive + (s.source_row + part.stream_row) * row_bytes,
+            part.num_rows * row_bytes);
+        call.forget();
     }
-    signal_destinations(target, transport, table, item);
+    signal_destinations(call, item);
 }
 
-template <class Target, class Transport>
-FASTKERN_DEVICE void combine_rows(const Target& target, const Transport& transport,
-                                  const TableView& table, const KernelArgs& args,
-                                  const Item& item) {
-    switch (item.queue) {
-        case kPut:
-            return run_put(transport, table, args, item);
-        case kReceive:
-            return return_rows(target, transport, table, args, item);
-        case kLand:
-        case kTake:
-            return;  // the wait was all
-        default:
-            if (args.moe->value_kind == kFloat64)
-                return combine_sums<double>(target, transport, table, args, item);
-            return combine_sums<float>(target, transport, table, args, item);
-    }
+// Sum: double for double values, else float; a kernel is made for each.
+template <class Sum, class Call>
+FASTKERN_DEVICE void combine_rows(const Call& call, const RunningItem<Call>& item) {
+    if (item.queue() == kPut) return run_put(call, item);
+    if (item.queue() == kReceive) return return_rows(call, item);
+    if (item.queue() == kLand || item.queue() == kTake) return;  // the wait was all
+    combine_sums<Sum>(call, item);
 }
 
 }  // namespace fastkern

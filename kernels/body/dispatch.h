@@ -22,26 +22,49 @@
 
 namespace fastkern {
 
+// What a dispatch or combine knows besides.
+template <class TargetType, class TransportType>
+struct MoeCall : Call<TargetType, TransportType> {
+    using Target = TargetType;
+
+    mutable const MoeArgs* moe_arguments;
+
+    FASTKERN_DEVICE const MoeArgs& moe() const { return *moe_arguments; }
+    FASTKERN_DEVICE decltype(auto) handle() const {
+        return this->target.template kept<HandleView>([this] { return find_handle(); });
+    }
+    FASTKERN_DEVICE void keep_views() const {
+        Call<TargetType, TransportType>::keep_views();
+        this->target.keep(find_handle());
+    }
+    FASTKERN_DEVICE void forget() const {
+        Call<TargetType, TransportType>::forget();
+        Target::forget(&moe_arguments);
+    }
+
+    FASTKERN_DEVICE HandleView find_handle() const {
+        return view_handle(Target::global(moe_arguments->handle), handle_header());
+    }
+    // What nobody writes while the kernel runs: all of it but num_partials.
+    FASTKERN_DEVICE const HandleHeader& handle_header() const {
+        return *Target::constant(reinterpret_cast<const HandleHeader*>(moe_arguments->handle));
+    }
+    FASTKERN_DEVICE u32 ranks_here() const { return this->header().gpus_per_server; }
+    FASTKERN_DEVICE u32 own_local() const { return this->header().local_rank; }
+    // Arrival records of a landing flag, one of each source; in scratch and in a handle alike.
+    FASTKERN_DEVICE u64 first_arrival(u32 land_slot) const {
+        const Header& h = this->header();
+        const FlagLayout flags{h.num_ranks, h.servers, h.gpus_per_server, h.chunk_slots};
+        return u64{flags.arrival(land_slot)} * ranks_here();
+    }
+};
+
 // Where a row of a dispatch is read from: a row that moved, or (wire null) the caller's tensors.
 struct RowSource {
     const u8* wire;
     const RowEntry* entries;
-    u64 token;
-
-    FASTKERN_DEVICE const u8* part(const MoeArgs& moe, u32 p) const {
-        return wire ? wire + moe.parts[p].offset
-                    : moe.parts[p].input + token * moe.parts[p].row_bytes;
-    }
-    FASTKERN_DEVICE const u8* weight(const MoeArgs& moe, u32 topk, u32 k) const {
-        return (wire ? wire + moe.weights_offset
-                     : moe.weights_input + token * topk * moe.weight_bytes) +
-               k * u64{moe.weight_bytes};
-    }
+    u32 token;
 };
-
-FASTKERN_DEVICE inline RowSource wire_row(const MoeArgs& moe, const u8* wire) {
-    return RowSource{wire, reinterpret_cast<const RowEntry*>(wire + moe.header_offset), 0};
-}
 
 FASTKERN_DEVICE inline void copy_weight(u8* to, const u8* from, u32 bytes) {
     if (bytes == 8)
@@ -50,222 +73,287 @@ FASTKERN_DEVICE inline void copy_weight(u8* to, const u8* from, u32 bytes) {
         *reinterpret_cast<u32*>(to) = from ? *reinterpret_cast<const u32*>(from) : 0;
 }
 
-// Lands a row: into the slot of every choice that is here (expert layout), or into one row.
-template <class Target>
-FASTKERN_DEVICE void scatter_row(const Target& target, const MoeArgs& moe, const HandleView& handle,
-                                 u32 own_local, const RowSource& row, u64 window_row) {
-    const u32 topk = handle.header->topk;
-    const bool expert_layout = handle.header->layout == kExpertLayout;
-    for (u32 k = 0; k < topk; ++k) {
-        if (!expert_layout || row.entries[k].local_rank != own_local) continue;
-        for (u32 p = 0; p < moe.num_parts; ++p)
-            target.copy(moe.parts[p].output + row.entries[k].slot * moe.parts[p].row_bytes,
-                        row.part(moe, p), moe.parts[p].row_bytes);
-    }
-    if (!expert_layout)
-        for (u32 p = 0; p < moe.num_parts; ++p)
-            target.copy(moe.parts[p].output + window_row * moe.parts[p].row_bytes, row.part(moe, p),
-                        moe.parts[p].row_bytes);
-    for (u32 k = target.lane(); k < topk; k += target.num_lanes()) {
-        const RowEntry& e = row.entries[k];
-        const bool here = e.local_rank == own_local;
-        const u64 at = window_row * topk + k;
-        if (moe.record) handle.window_slots[at] = here ? e.slot : kNone;
-        if (expert_layout) {
-            if (here && moe.weight_bytes)
-                copy_weight(moe.weights_output + e.slot * u64{moe.weight_bytes},
-                            row.weight(moe, topk, k), moe.weight_bytes);
-        } else {
-            if (moe.index_output) moe.index_output[at] = here ? e.slot : ~u64{0};
-            if (moe.weight_bytes)
-                copy_weight(moe.weights_output + at * moe.weight_bytes,
-                            here ? row.weight(moe, topk, k) : nullptr, moe.weight_bytes);
-        }
-    }
+// The first choice of a row for a rank, among the first `end`; `end` without any.
+FASTKERN_DEVICE inline u32 first_choice(const RowEntry* entries, u32 end, u32 local_rank) {
+    u32 k = 0;
+    while (k < end && entries[k].local_rank != local_rank) ++k;
+    return k;
 }
 
-// Puts a row together at `to` from the caller's tensors and the list that route made.
-template <class Target>
-FASTKERN_DEVICE void gather_row(const Target& target, const MoeArgs& moe, const HandleView& handle,
-                                u64 list_row, u8* to) {
-    const u32 topk = handle.header->topk;
-    const u64 token = handle.pack_list[list_row];
-    for (u32 p = 0; p < moe.num_parts; ++p)
-        target.copy(to + moe.parts[p].offset, moe.parts[p].input + token * moe.parts[p].row_bytes,
-                    moe.parts[p].row_bytes);
-    if (moe.weight_bytes)
-        target.copy(to + moe.weights_offset, moe.weights_input + token * topk * moe.weight_bytes,
-                    u64{topk} * moe.weight_bytes);
-    target.copy(to + moe.header_offset,
-                reinterpret_cast<const u8*>(handle.entries + list_row * topk),
-                topk * sizeof(RowEntry));
-}
-
-FASTKERN_DEVICE inline const RowEntry* first_entry_of(const RowEntry* entries, u32 topk,
-                                                      u32 local_rank) {
-    for (u32 k = 0; k < topk; ++k)
-        if (entries[k].local_rank == local_rank) return entries + k;
-    return nullptr;
-}
-
-// One lane, for one local rank `d`: how many rows of the chunk are for it; writes what it and a
-// combine need to know.
-template <class Target>
-FASTKERN_DEVICE void tell_arrivals(const Target& target, const TableView& table,
-                                   const KernelArgs& args, const HandleView& handle,
-                                   const Item& item, u32 d, Arrival* arrivals) {
-    const MoeArgs& moe = *args.moe;
-    const Stream& s = table.streams[item.stream];
-    const u32 topk = handle.header->topk, m = table.header->gpus_per_server;
-    const u64 row_bytes = table.header->row_bytes;
-    const u8* const rows = args.data[args.rank] + data_layout(*table.header).receive +
-                           s.source_row * row_bytes + moe.header_offset;
-    const auto entry = [&](u64 row) {
-        return first_entry_of(reinterpret_cast<const RowEntry*>(rows + row * row_bytes), topk, d);
+// One team, for one local rank `d`: how many rows of the chunk are for it; writes what it and a
+// combine need to know. arrivals: its records, [sources]; null for this rank itself.
+template <class Call>
+FASTKERN_DEVICE void tell_arrivals(const Call& call, const RunningItem<Call>& item, u32 d,
+                                   Arrival* arrivals) {
+    const auto& target = call.target;
+    const Stream& s = call.table().streams[item.stream()];
+    const u32 topk = call.handle_header().topk, m = call.ranks_here();
+    const u32 lane = target.team_lane(), lanes = target.team_lanes();
+    // The first choice for `d` of a row of the chunk; null without any, or past the end.
+    const auto choice = [&](u32 row, u32 end) -> const RowEntry* {
+        if (row >= end) return nullptr;
+        const u8* const wire = call.own_data() + call.layout().receive +
+                               (s.source_row + item.first_row() + row) * call.header().row_bytes;
+        const auto* entries = reinterpret_cast<const RowEntry*>(
+            Call::Target::global(wire + call.moe().header_offset));
+        const u32 k = first_choice(entries, topk, d);
+        return k < topk ? entries + k : nullptr;
     };
-    u32 total = 0, next = 0;
-    const bool others = arrivals != nullptr;
-    if (others)
-        for (u64 row = item.first_row; row < item.first_row + item.num_rows; ++row)
-            total += entry(row) != nullptr;
-    if (others && moe.record && total)
-        next = static_cast<u32>(target.fetch_add(&handle.header->num_partials, total));
-    if (others)
-        for (u32 source = 0; source < m; ++source) arrivals[source] = Arrival{0, 0, 0, 0};
-    for (u32 k = item.first_segment; k < s.first_segment + s.num_segments; ++k) {
-        const Part part = part_of(table.segments[k], item);
-        if (part.num_rows == 0) break;
-        Arrival told{0, 0, next, 0};
-        for (u64 row = part.stream_row; row < part.stream_row + part.num_rows; ++row) {
-            const RowEntry* e = entry(row);
-            if (moe.record)
-                handle.touched[(s.source_row + row) * m + d] = !e       ? kNone
-                                                               : others ? next
-                                                                        : e->window_row;
-            if (!e) continue;
-            if (told.num_rows++ == 0) told.window_row = e->window_row;
-            ++next;
+    const u32 num_rows = static_cast<u32>(item.num_rows());
+    u32 next = 0, found = 0;
+    if (arrivals) {
+        u32 total = 0;
+        FASTKERN_ROLLED
+        for (u32 row = 0; row < num_rows; row += lanes) {
+            target.team_rank(choice(row + lane, num_rows) != nullptr, &found);
+            total += found;
         }
-        if (others) arrivals[table.segments[k].peer % m] = told;
+        if (lane == 0 && call.moe().record && total)
+            next = static_cast<u32>(target.fetch_add(&call.handle().header->num_partials, total));
+        next = target.team_pick(next, lane == 0);
+        if (lane == 0)  // sources without rows are told of too
+            for (u32 source = 0; source < m; ++source) arrivals[source] = Arrival{0, 0, next, 0};
+    }
+    FASTKERN_ROLLED
+    for (u32 k = item.first_segment(); k < s.first_segment + s.num_segments; ++k) {
+        const Part part = part_of(call.table().segments[k], item);
+        if (part.num_rows == 0) break;
+        const u32 first = next, begin = static_cast<u32>(part.stream_row - item.first_row());
+        const u32 end = begin + static_cast<u32>(part.num_rows);
+        u32 first_window_row = 0;
+        FASTKERN_ROLLED
+        for (u32 row = begin; row < end; row += lanes) {
+            const RowEntry* const entry = choice(row + lane, end);
+            const u32 window_row = entry ? entry->window_row : kNone;
+            const u32 place = next + target.team_rank(entry != nullptr, &found);
+            if (call.moe().record && row + lane < end)
+                call.handle().touched[(s.source_row + item.first_row() + row + lane) * m + d] =
+                    arrivals && entry ? place : window_row;
+            if (next == first) first_window_row = target.team_pick(window_row, entry != nullptr);
+            next += found;
+        }
+        if (arrivals && lane == 0)
+            arrivals[call.table().segments[k].peer % m] =
+                Arrival{first_window_row, next - first, first, 0};
     }
 }
 
-template <class Target, class Transport>
-FASTKERN_DEVICE void receive_rows(const Target& target, const Transport& transport,
-                                  const TableView& table, const KernelArgs& args,
-                                  const HandleView& handle, const Item& item) {
-    const MoeArgs& moe = *args.moe;
-    const Stream& s = table.streams[item.stream];
-    const DataLayout layout = data_layout(*table.header);
-    const u64 row_bytes = table.header->row_bytes;
-    const u32 topk = handle.header->topk, m = table.header->gpus_per_server;
-    const u32 own_local = args.rank % m, own_server = args.rank / m;
-    const FlagLayout flags{table.header->num_ranks, table.header->servers, m,
-                           table.header->chunk_slots};
-    give_credit(target, transport, table, item);
-    for (u32 k = target.lane(); k <= s.num_links; k += target.num_lanes()) {
-        if (k == s.num_links) {  // this rank itself
-            if (moe.record) tell_arrivals(target, table, args, handle, item, own_local, nullptr);
-            continue;
-        }
-        const Link& link = table.links[s.first_link + k];
-        Arrival* const scratch = reinterpret_cast<Arrival*>(args.data[link.rank] + layout.scratch);
-        tell_arrivals(target, table, args, handle, item, link.rank % m,
-                      scratch + u64{flags.arrival(link.slot + item.chunk)} * m);
-    }
-    const u8* const staged = args.data[args.rank] + layout.receive + s.source_row * row_bytes;
-    for (u64 row = item.first_row; row < item.first_row + item.num_rows; ++row) {
-        const RowSource source = wire_row(moe, staged + row * row_bytes);
-        for (u32 k = 0; k < topk; ++k) {
-            const RowEntry e = source.entries[k];
-            if (e.local_rank == kNone) continue;
-            if (first_entry_of(source.entries, k, e.local_rank)) continue;  // sent already
-            if (e.local_rank == own_local)
-                scatter_row(target, moe, handle, own_local, source, e.window_row);
-            else
-                target.copy(args.data[own_server * m + e.local_rank] + layout.window +
-                                e.window_row * row_bytes,
-                            source.wire, row_bytes);
+// One team. What a landed row leaves besides its payload, for each choice: slots and weights.
+template <class Call>
+FASTKERN_DEVICE void record_choices(const Call& call, const RowSource& row, u64 window_row) {
+    const auto& target = call.target;
+    const MoeArgs& moe = call.moe();
+    const u32 topk = call.handle_header().topk, own_local = call.own_local();
+    const bool expert_layout = call.handle_header().layout == kExpertLayout;
+    for (u32 k = target.team_lane(); k < topk; k += target.team_lanes()) {
+        const u32 slot = row.entries[k].slot;
+        const bool here = row.entries[k].local_rank == own_local;
+        const u64 at = window_row * topk + k;
+        if (moe.record) call.handle().window_slots[at] = here ? slot : kNone;
+        if (!expert_layout && moe.index_output) moe.index_output[at] = here ? slot : ~u64{0};
+        if (moe.weight_bytes && (here || !expert_layout)) {
+            const u8* const weights =
+                row.wire ? row.wire + moe.weights_offset
+                         : moe.weights_input + u64{row.token} * topk * moe.weight_bytes;
+            copy_weight(moe.weights_output + (expert_layout ? slot : at) * moe.weight_bytes,
+                        here ? weights + k * moe.weight_bytes : nullptr, moe.weight_bytes);
         }
     }
-    if (s.num_links == 0) return;
+}
+
+// What one choice of a row asks of its reader.
+enum ChoiceKind : u32 { kNothing, kLandRow, kForwardRow };
+
+// Land: here; in the rank layout one row stands for all choices. Forward: to another rank here,
+// once.
+template <class Call>
+FASTKERN_DEVICE u32 choice_kind(const Call& call, const RowSource& row, u32 k, bool forward) {
+    const u32 local_rank = call.target.uniform(row.entries[k].local_rank);
+    const bool here = local_rank == call.own_local();
+    if (local_rank == kNone || (!here && !forward)) return kNothing;
+    if (here && call.handle_header().layout == kExpertLayout) return kLandRow;
+    for (u32 j = 0; j < k; ++j)  // sent already
+        if (call.target.uniform(row.entries[j].local_rank) == local_rank) return kNothing;
+    return here ? kLandRow : kForwardRow;
+}
+
+// One team. Gathers a row at `to`: payloads, weights, header; or (to null) takes it to where its
+// choices want it, those of other ranks too where `forward` says so.
+template <class Call>
+FASTKERN_DEVICE void move_row(const Call& call, const RowSource& row, u8* to, bool forward) {
+    const auto& target = call.target;
+    const MoeArgs& moe = call.moe();
+    const u32 topk = call.handle_header().topk;
+    u32 landed = kNone;  // window row
+    FASTKERN_ROLLED
+    for (u32 k = 0; k < (to ? 1 : topk); ++k) {
+        u32 at = 0, kind = kLandRow;
+        u8* whole = nullptr;
+        if (!to) {
+            kind = target.uniform(choice_kind(call, row, k, forward));
+            if (kind == kNothing) continue;
+            at = target.uniform(row.entries[k].window_row);
+            if (kind == kForwardRow) {
+                const u32 rank =
+                    call.args().rank - call.own_local() + target.uniform(row.entries[k].local_rank);
+                whole =
+                    call.args().data[rank] + call.layout().window + at * call.header().row_bytes;
+            } else {
+                landed = at;
+                if (call.handle_header().layout == kExpertLayout)
+                    at = target.uniform(row.entries[k].slot);
+            }
+        }
+        const u32 num_pieces = kind == kForwardRow ? 1 : moe.num_parts + (to ? 2 : 0);
+        FASTKERN_ROLLED
+        for (u32 p = 0; p < num_pieces; ++p) {
+            const u8* from = row.wire;
+            u8* into = whole;
+            u32 bytes = static_cast<u32>(call.header().row_bytes);
+            if (kind == kForwardRow) {
+            } else if (p < moe.num_parts) {
+                const PayloadPart& part = moe.parts[p];
+                bytes = static_cast<u32>(part.row_bytes);
+                from = row.wire ? row.wire + part.offset : part.input + row.token * part.row_bytes;
+                into = to ? to + part.offset : part.output + at * part.row_bytes;
+            } else if (p == moe.num_parts) {
+                bytes = topk * moe.weight_bytes;
+                from = moe.weights_input + row.token * u64{bytes};
+                into = to + moe.weights_offset;
+            } else {
+                bytes = topk * sizeof(RowEntry);
+                from = reinterpret_cast<const u8*>(row.entries);
+                into = to + moe.header_offset;
+            }
+            target.team_copy(into, from, bytes);
+        }
+    }
+    if (landed != kNone) record_choices(call, row, landed);
+}
+
+// What a proxy tells the ranks of its server of a chunk, itself included; a team for each.
+template <class Call>
+FASTKERN_DEVICE void tell_all_arrivals(const Call& call, const RunningItem<Call>& item) {
+    const Stream& s = call.table().streams[item.stream()];
+    for (u32 k = call.target.team(); k <= s.num_links; k += call.target.num_teams()) {
+        u32 rank = call.args().rank;
+        Arrival* arrivals = nullptr;
+        if (k < s.num_links) {
+            const Link& link = call.table().links[s.first_link + k];
+            rank = link.rank;
+            arrivals = reinterpret_cast<Arrival*>(call.args().data[rank] + call.layout().scratch) +
+                       call.first_arrival(link.slot + item.chunk());
+        } else if (!call.moe().record) {
+            break;
+        }
+        tell_arrivals(call, item, rank % call.ranks_here(), arrivals);
+    }
+}
+
+// Tells every local rank that its part of a chunk is there, if it has one or not.
+template <class Call>
+FASTKERN_DEVICE void signal_all(const Call& call, const RunningItem<Call>& item) {
+    const auto& target = call.target;
+    const Stream& s = call.table().streams[item.stream()];
+    const u64 row_bytes = call.header().row_bytes;
+    const u8* const staged =
+        call.own_data() + call.layout().receive + (s.source_row + item.first_row()) * row_bytes;
     target.drain();
     target.barrier();
     for (u32 k = target.lane(); k < s.num_links; k += target.num_lanes()) {
-        const Link& link = table.links[s.first_link + k];
+        const Link& link = call.table().links[s.first_link + k];
+        const u32 topk = call.handle_header().topk, d = link.rank % call.ranks_here();
         u64 bytes = 0;
-        for (u64 row = item.first_row; row < item.first_row + item.num_rows; ++row)
-            if (first_entry_of(wire_row(moe, staged + row * row_bytes).entries, topk,
-                               link.rank % m))
-                bytes += row_bytes;
-        transport.signal(link.rank, link.slot + item.chunk, 1, kScaleUp, bytes);
-    }
-}
-
-// Rows that a proxy has put into this rank's window, as its Arrival records tell.
-template <class Target>
-FASTKERN_DEVICE void land_rows(const Target& target, const TableView& table, const KernelArgs& args,
-                               const HandleView& handle, const Item& item) {
-    const MoeArgs& moe = *args.moe;
-    const Stream& s = table.streams[item.stream];
-    const DataLayout layout = data_layout(*table.header);
-    const u32 m = table.header->gpus_per_server;
-    const FlagLayout flags{table.header->num_ranks, table.header->servers, m,
-                           table.header->chunk_slots};
-    const u8* const own = args.data[args.rank];
-    const u64 first = u64{flags.arrival(s.slot + item.chunk)} * m;
-    const Arrival* const arrivals = reinterpret_cast<const Arrival*>(own + layout.scratch) + first;
-    for (u32 source = 0; source < m; ++source) {
-        const Arrival a = arrivals[source];
-        for (u64 row = a.window_row; row < u64{a.window_row} + a.num_rows; ++row)
-            scatter_row(target, moe, handle, args.rank % m,
-                        wire_row(moe, own + layout.window + row * table.header->row_bytes), row);
-        if (moe.record && target.lane() == 0) handle.arrivals[first + source] = a;
-    }
-}
-
-template <class Target, class Transport>
-FASTKERN_DEVICE void dispatch_rows(const Target& target, const Transport& transport,
-                                   const TableView& table, const KernelArgs& args,
-                                   const Item& item) {
-    const MoeArgs& moe = *args.moe;
-    const HandleView handle = view_handle(moe.handle);
-    if (item.queue == kPut) return run_put(transport, table, args, item);
-    if (item.queue == kReceive) return receive_rows(target, transport, table, args, handle, item);
-    if (item.queue == kLand) return land_rows(target, table, args, handle, item);
-
-    const Stream& s = table.streams[item.stream];
-    const DataLayout layout = data_layout(*table.header);
-    const u64 row_bytes = table.header->row_bytes;
-    const u32 own_local = args.rank % table.header->gpus_per_server;
-    u64 sent_bytes = 0;
-    for (u32 k = item.first_segment; k < s.first_segment + s.num_segments; ++k) {
-        const Part part = part_of(table.segments[k], item);
-        if (part.num_rows == 0) break;
-        for (u64 row = 0; row < part.num_rows; ++row) {
-            const u64 target_row = s.target_row + part.stream_row + row;
-            if (item.queue == kPack) {
-                gather_row(target, moe, handle, part.row + row,
-                           args.data[s.peer] + layout.send + target_row * row_bytes);
-            } else if (item.queue == kTake) {
-                const u8* wire = args.data[args.rank] + layout.window;
-                scatter_row(target, moe, handle, own_local,
-                            wire_row(moe, wire + (part.row + row) * row_bytes), part.row + row);
-            } else if (s.peer != args.rank) {  // push
-                gather_row(target, moe, handle, part.row + row,
-                           args.data[s.peer] + layout.window + target_row * row_bytes);
-            } else {
-                const u64 list_row = part.row + row;
-                const RowSource source{nullptr, handle.entries + list_row * handle.header->topk,
-                                       handle.pack_list[list_row]};
-                scatter_row(target, moe, handle, own_local, source, target_row);
-            }
+        for (u64 row = 0; row < item.num_rows(); ++row) {
+            const auto* entries = reinterpret_cast<const RowEntry*>(staged + row * row_bytes +
+                                                                    call.moe().header_offset);
+            if (first_choice(entries, topk, d) < topk) bytes += row_bytes;
         }
-        sent_bytes += part.num_rows * row_bytes;
+        call.transport.signal(link.rank, link.slot + item.chunk(), 1, kScaleUp, bytes);
     }
-    if (item.queue <= kPush && s.slot != kNoSlot)
-        signal_after_writes(target, transport, s.peer, s.slot + item.chunk, kScaleUp,
-                            s.peer == args.rank ? 0 : sent_bytes);
+}
+
+// A run of rows of an item, done by all teams; dispatches number rows in 32 bits, and a row has less
+// than 4 GiB. Those from `first` on of the list that route made
+// (pack, push), of the window (land, take) or of what has been received.
+struct RowRun {
+    u32 first;
+    u32 target_row;  // pack, push: where the first one goes
+    u32 num_rows;
+};
+
+template <class Call>
+FASTKERN_DEVICE void move_run(const Call& call, const RunningItem<Call>& item, const RowRun& run) {
+    const auto& target = call.target;
+    const u32 queue = item.queue(), peer = call.table().streams[item.stream()].peer;
+    const u64 row_bytes = call.header().row_bytes;
+    FASTKERN_ROLLED
+    for (u32 k = target.team(); k < run.num_rows; k += target.num_teams()) {
+        RowSource row;
+        u8* to = nullptr;
+        if (queue <= kPush) {
+            row.wire = nullptr;
+            row.entries = call.handle().entries + u64{run.first + k} * call.handle_header().topk;
+            row.token = target.uniform(call.handle().pack_list[run.first + k]);
+            const u64 place = queue == kPack ? call.layout().send : call.layout().window;
+            if (queue == kPack || peer != call.args().rank)
+                to = call.args().data[peer] + place + u64{run.target_row + k} * row_bytes;
+        } else {
+            const u64 place = queue == kReceive ? call.layout().receive : call.layout().window;
+            row.wire =
+                Call::Target::global(call.own_data() + place + u64{run.first + k} * row_bytes);
+            row.entries = reinterpret_cast<const RowEntry*>(row.wire + call.moe().header_offset);
+            row.token = 0;
+        }
+        call.forget();
+        move_row(call, row, to, queue == kReceive);
+    }
+}
+
+template <class Call>
+FASTKERN_DEVICE void dispatch_rows(const Call& call, const RunningItem<Call>& item) {
+    if (item.queue() == kPut) return run_put(call, item);
+    const u32 queue = item.queue();
+    if (queue == kReceive) {
+        give_credit(call, item);
+        tell_all_arrivals(call, item);
+        call.forget();
+    }
+    u32 num_runs = queue == kReceive ? 1 : call.ranks_here();
+    if (queue != kReceive && queue != kLand) {
+        const Stream& s = call.table().streams[item.stream()];
+        num_runs = s.first_segment + s.num_segments - item.first_segment();
+    }
+    u32 sent_rows = 0;
+    FASTKERN_ROLLED
+    for (u32 k = 0; k < num_runs; ++k) {
+        const Stream& s = call.table().streams[item.stream()];
+        RowRun run{static_cast<u32>(s.source_row + item.first_row()), 0,
+                   static_cast<u32>(item.num_rows())};
+        if (item.queue() == kLand) {
+            const u64 at = call.first_arrival(s.slot + item.chunk()) + k;
+            const Arrival told = reinterpret_cast<const Arrival*>(
+                Call::Target::global(call.own_data() + call.layout().scratch))[at];
+            run.first = told.window_row;
+            run.num_rows = told.num_rows;
+            if (call.moe().record && call.target.lane() == 0) call.handle().arrivals[at] = told;
+        } else if (item.queue() != kReceive) {
+            const Part part = part_of(call.table().segments[item.first_segment() + k], item);
+            if (part.num_rows == 0) break;
+            run = {static_cast<u32>(part.row), static_cast<u32>(s.target_row + part.stream_row),
+                   static_cast<u32>(part.num_rows)};
+        }
+        move_run(call, item, run);
+        sent_rows += run.num_rows;
+    }
+    call.forget();
+    const Stream& stream = call.table().streams[item.stream()];
+    if (item.queue() == kReceive && stream.num_links != 0)
+        signal_all(call, item);
+    else if (item.queue() <= kPush && stream.slot != kNoSlot)
+        signal_after_writes(
+            call, stream.peer, stream.slot + item.chunk(), kScaleUp,
+            stream.peer == call.args().rank ? 0 : sent_rows * call.header().row_bytes);
 }
 
 }  // namespace fastkern

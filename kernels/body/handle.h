@@ -101,10 +101,11 @@ FASTKERN_HD inline HandleLayout handle_layout(const HandleHeader& h) {
     return a;
 }
 
-FASTKERN_HD inline HandleView view_handle(u8* block) {
+// header: that of the block, wherever it is read from.
+FASTKERN_HD inline HandleView view_handle(u8* block, const HandleHeader& header) {
     HandleView v;
     v.header = reinterpret_cast<HandleHeader*>(block);
-    const HandleLayout a = handle_layout(*v.header);
+    const HandleLayout a = handle_layout(header);
     v.to_server = reinterpret_cast<u64*>(block + a.to_server);
     v.to_rank = reinterpret_cast<u64*>(block + a.to_rank);
     v.tokens_per_expert = reinterpret_cast<u64*>(block + a.tokens_per_expert);
@@ -115,6 +116,10 @@ FASTKERN_HD inline HandleView view_handle(u8* block) {
     v.touched = reinterpret_cast<u32*>(block + a.touched);
     v.arrivals = reinterpret_cast<Arrival*>(block + a.arrivals);
     return v;
+}
+
+FASTKERN_HD inline HandleView view_handle(u8* block) {
+    return view_handle(block, *reinterpret_cast<const HandleHeader*>(block));
 }
 
 }  // namespace fastkern

@@ -62,6 +62,11 @@ FASTKERN_HD inline u16 float16_of_float(float value) {
     return sign | static_cast<u16>(bits_of_float(float_of_bits(magnitude) + 0.5f) - 0x3f000000u);
 }
 
+// Of a float in one of the types of 2 bytes.
+FASTKERN_HD inline u16 half_of_float(float value, u32 kind) {
+    return kind == kBFloat16 ? bfloat16_of_float(value) : float16_of_float(value);
+}
+
 FASTKERN_HD inline void load_value(const u8* p, u32 kind, float* out) {
     if (kind == kFloat32)
         *out = *reinterpret_cast<const float*>(p);
@@ -77,10 +82,8 @@ FASTKERN_HD inline void load_value(const u8* p, u32, double* out) {
 FASTKERN_HD inline void store_value(u8* p, u32 kind, float value) {
     if (kind == kFloat32)
         *reinterpret_cast<float*>(p) = value;
-    else if (kind == kBFloat16)
-        *reinterpret_cast<u16*>(p) = bfloat16_of_float(value);
     else
-        *reinterpret_cast<u16*>(p) = float16_of_float(value);
+        *reinterpret_cast<u16*>(p) = half_of_float(value, kind);
 }
 FASTKERN_HD inline void store_value(u8* p, u32, double value) {
     *reinterpret_cast<double*>(p) = value;

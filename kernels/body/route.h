@@ -14,37 +14,41 @@
 //   header of token 1's row: choice 0 -> local rank 1, choice 1 -> local rank 0
 #pragma once
 
-#include "kernels/body/handle.h"
+#include "kernels/body/args.h"
 
 namespace fastkern {
 
-struct RouteArgs {
-    const u8* topk_idx;  // [T][K] int32 or int64
-    u64 num_tokens;
-    const u32* owner;        // [E] rank of each expert
-    const u32* local_index;  // [E] its index there
-    u64* counts;             // [units][E + N + R]; after the scan: places
-    u64* totals;             // [E + N + R]
-    u64* bad;                // [units + 1] first position of topk_idx in each unit that is neither
-                             // -1 nor an expert, or ~0; last, after the scan: in all units
-    // fill:
-    u8* handle;
-    const u64* slot_base;     // [E] first output row of this rank's copies on the expert's rank
-    const u64* window_base;   // [R] first window row of this rank's tokens on each rank
-    const u64* list_base;     // [R] first row of the pack list for each destination
-    const u64* return_base;   // [N] combine: first window row of each server's sums
-    const u64* partial_base;  // [M] combine: first partial row of each local rank's sums
-    u32 idx_bytes;
-    u32 topk;
-    u32 num_experts;
-    u32 num_ranks;
-    u32 servers;
-    u32 gpus_per_server;
-    u32 rank;
-    u32 num_units;
-    u32 layout;
-    u32 reserved;
-};
+using ConstIndices = const u32*;
+using ConstWords = const u64*;
+
+// Slots, places and first rows of a fill follow from the counts of all ranks: see Python's
+// fastkern.moe.counts.
+#define FASTKERN_ROUTE_ARGS_FIELDS(X)                                                             \
+    X(InputBytes, topk_idx) /* [T][K] int32 or int64 */                                           \
+    X(u64, num_tokens)                                                                            \
+    X(ConstIndices, owner)       /* [E] rank of each expert */                                    \
+    X(ConstIndices, local_index) /* [E] its index there */                                        \
+    X(Words, counts)             /* [units][E + N + R]; after the scan: places */                 \
+    X(Words, totals)             /* [E + N + R] */                                                \
+    X(Words, bad) /* [units + 1] first position of topk_idx in each unit that is neither -1 nor \
+                     an expert, or ~0; last, after the scan: in all units */ \
+    X(OutputBytes, handle)      /* fill, as all below: what it fills */                           \
+    X(ConstWords, slot_base)    /* [E] first output row of own copies on the expert's rank */     \
+    X(ConstWords, window_base)  /* [R] first window row of this rank's tokens on each rank */     \
+    X(ConstWords, list_base)    /* [R] first row of the pack list for each destination */         \
+    X(ConstWords, return_base)  /* [N] combine: first window row of each server's sums */         \
+    X(ConstWords, partial_base) /* [M] combine: first partial row of each local rank's sums */    \
+    X(u32, idx_bytes)                                                                             \
+    X(u32, topk)                                                                                  \
+    X(u32, num_experts)                                                                           \
+    X(u32, num_ranks)                                                                             \
+    X(u32, servers)                                                                               \
+    X(u32, gpus_per_server)                                                                       \
+    X(u32, rank)                                                                                  \
+    X(u32, num_units)                                                                             \
+    X(u32, layout)                                                                                \
+    X(u32, reserved)
+FASTKERN_RECORD(RouteArgs, FASTKERN_ROUTE_ARGS_FIELDS);
 static_assert(sizeof(RouteArgs) == 144, "layout");
 
 FASTKERN_DEVICE inline u64 route_keys(const RouteArgs& a) {

@@ -5,9 +5,9 @@
 #include "kernels/body/exchange.h"
 #include "kernels/transport/mapped.h"
 
-extern "C" __global__ void __attribute__((amdgpu_flat_work_group_size(1, 512))) fastkern_dispatch(
-    const fastkern::KernelArgs args) {
-    const fastkern::HipTarget target;
-    const fastkern::MappedTransport<fastkern::HipTarget> transport(target, args);
-    fastkern::exchange_block<fastkern::kDispatch>(target, transport, args);
+extern "C" __global__ void
+    __attribute__((amdgpu_flat_work_group_size(64, 512), amdgpu_num_vgpr(32)))
+    fastkern_dispatch(const fastkern::LaunchArgs launch) {
+    fastkern::run_launch<fastkern::Dispatch, fastkern::MappedTransport>(fastkern::HipTarget(),
+                                                                        launch);
 }

@@ -4,9 +4,8 @@
 #include "kernels/body/exchange.h"
 #include "kernels/transport/mapped.h"
 
-extern "C" __global__ void __launch_bounds__(512, 1)
-    fastkern_exchange(const __grid_constant__ fastkern::KernelArgs args) {
-    const fastkern::CudaTarget target;
-    const fastkern::MappedTransport<fastkern::CudaTarget> transport(target, args);
-    fastkern::exchange_block<fastkern::kAllToAll>(target, transport, args);
+extern "C" __global__ void __launch_bounds__(512, 2)
+    fastkern_exchange(const __grid_constant__ fastkern::LaunchArgs launch) {
+    fastkern::run_launch<fastkern::AllToAll, fastkern::MappedTransport>(fastkern::CudaTarget(),
+                                                                        launch);
 }

@@ -9,6 +9,7 @@
 #include <stdexcept>
 
 #include "kernels/entry/host_cluster.h"
+#include "kernels/entry/host_device_module.h"
 #include "kernels/entry/host_moe_module.h"
 #include "kernels/entry/host_rank.h"
 
@@ -71,6 +72,7 @@ struct PyRank {
 
 NB_MODULE(_host, m) {
     bind_moe(m);
+    bind_device(m);
 
     nb::class_<LaunchOptions>(m, "LaunchOptions")
         .def(

@@ -18,8 +18,8 @@ namespace fastkern {
 struct CudaMemory {
     static __device__ u64 global(const void* p) { return __cvta_generic_to_global(p); }
 
-    static __device__ Vector16 load(const Vector16* p) {
-        Vector16 v;
+    static __device__ Words16 load(const Words16* p) {
+        Words16 v;
         asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                      : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                      : "l"(global(p))
@@ -41,7 +41,7 @@ struct CudaMemory {
         asm volatile("ld.global.u8 %0, [%1];" : "=r"(v) : "l"(global(p)) : "memory");
         return static_cast<u8>(v);
     }
-    static __device__ void store(Vector16* p, const Vector16& v) {
+    static __device__ void store(Words16* p, const Words16& v) {
         asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};"
                      :
                      : "l"(global(p)), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
@@ -60,22 +60,73 @@ struct CudaMemory {
 
 class CudaTarget {
   public:
-    __device__ u32 lane() const { return threadIdx.x; }
+    // Read anew each time: what follows from it is computed where it is needed, instead of staying in
+    // registers during the whole kernel.
+    __device__ u32 lane() const {
+        u32 lane;
+        asm volatile("mov.u32 %0, %%tid.x;" : "=r"(lane));
+        return lane;
+    }
     __device__ u32 num_lanes() const { return blockDim.x; }
     __device__ u32 block() const { return blockIdx.x; }
 
     __device__ void barrier() const { __syncthreads(); }
 
-    // Lane 0's value on every lane. Two slots in turn, so that one barrier suffices: a slot is
-    // written again only after the barrier of the other one, which all lanes reach once they have
-    // read.
-    template <class T>
-    __device__ T broadcast(const T& value) const {
-        static_assert(sizeof(T) <= kSlotBytes, "too large to broadcast");
-        T* slot = reinterpret_cast<T*>(slots() + (turn_ ^= 1) * kSlotBytes);
-        if (lane() == 0) *slot = value;
+    // What fill(T&) makes, called on lane 0, for every lane: in shared memory, until the broadcast
+    // after the next. Two slots in turn, so that one barrier suffices: a slot is written again only
+    // after the barrier of the other one, which all lanes reach once they have read.
+    template <class T, class Fill>
+    __device__ const T& broadcast(const Fill& fill) const {
+        __shared__ T slots[2];
+        T& slot = slots[turn_ ^= 1];
+        if (lane() == 0) fill(slot);
         barrier();
-        return *slot;
+        return slot;
+    }
+
+    // Memory that the block's lanes share, one piece for each T, uninitialised.
+    template <class T>
+    __device__ T& shared() const {
+        __shared__ T state;
+        return state;
+    }
+
+    // A record that nobody writes during the kernel, where reading it is fast: in shared memory.
+    template <class T>
+    __device__ const T& share(const T& given) const {
+        static_assert(sizeof(T) % 4 == 0, "copied by words");
+        __shared__ T record;
+        for (u32 k = lane(); k < sizeof(T) / 4; k += num_lanes())
+            reinterpret_cast<u32*>(&record)[k] = reinterpret_cast<const u32*>(&given)[k];
+        barrier();
+        return record;
+    }
+    // Values that are the same on all lanes, one of each type: kept in shared memory, so that they
+    // take no registers.
+    template <class T>
+    __device__ void keep(const T& value) const {
+        barrier();
+        if (lane() == 0) shared<T>() = value;
+        barrier();
+    }
+    template <class T, class Make>
+    __device__ const T& kept(const Make&) const {
+        return shared<T>();
+    }
+    // What was read through *p until here does not stay in registers: nor does it otherwise, in shared
+    // memory.
+    template <class T>
+    static __device__ void forget(const T**) {}
+    // The same address, known to be of memory that nobody writes during the kernel; of global
+    // memory.
+    template <class T>
+    static __device__ const T* constant(const T* p) {
+        return global(p);
+    }
+    template <class T>
+    static __device__ T* global(T* p) {
+        __builtin_assume(__isGlobal(p));
+        return p;
     }
 
     // Nothing to do: in the PTX memory model the block barrier orders every lane's stores before
@@ -86,8 +137,37 @@ class CudaTarget {
 
     // All lanes copy a part each.
     __device__ void copy(u8* to, const u8* from, u64 bytes) const {
-        copy_apart(lane(), num_lanes(), to, from, bytes);
+        block_copy<CudaMemory, kWarp, 4>(team(), num_teams(), team_lane(), to, from, bytes);
     }
+
+    // A team is a warp. Blocks are whole ones.
+    __device__ u32 team() const { return lane() / kWarp; }
+    __device__ u32 num_teams() const { return num_lanes() / kWarp; }
+    __device__ u32 team_lane() const { return lane() % kWarp; }
+    __device__ u32 team_lanes() const { return kWarp; }
+    // All lanes of a team copy a part each.
+    __device__ void team_copy(u8* to, const u8* from, u32 bytes) const {
+        block_copy<CudaMemory, kWarp, 2>(0, 1, team_lane(), to, from, bytes);
+    }
+    // How many lanes of the team before this one have `mine` set; `total`: of all.
+    __device__ u32 team_rank(bool mine, u32* total) const {
+        const u32 mask = __ballot_sync(kAllLanes, mine);
+        *total = __popc(mask);
+        return __popc(mask & ((1u << team_lane()) - 1));
+    }
+    // The value of the team's first lane that has `mine` set; 0 without any.
+    __device__ u32 team_pick(u32 value, bool mine) const {
+        const u32 mask = __ballot_sync(kAllLanes, mine);
+        const u32 found = __shfl_sync(kAllLanes, value, mask ? __ffs(mask) - 1 : 0);
+        return mask ? found : 0;
+    }
+    // The value of one lane of the team, which all its lanes ask for.
+    __device__ u32 team_read(u32 value, u32 lane) const {
+        return __shfl_sync(kAllLanes, value, lane);
+    }
+    // A value that is the same on all lanes of the team.
+    static __device__ u32 uniform(u32 value) { return value; }
+    static __device__ u64 uniform(u64 value) { return value; }
 
     // Waiting: spin, then sleep 32 ns, twice as long every 8 rounds, up to 1 us.
     __device__ void pause(u32 rounds) const {
@@ -103,8 +183,25 @@ class CudaTarget {
         return ns;
     }
 
-    static constexpr u32 kValues = 1;  // values that a lane sums at a time: neighbouring lanes read
-                                       // neighbouring values, and 512 lanes have registers enough
+    // Values that a lane sums at a time: 16 bytes of floats; doubles, which few need, one by one.
+    template <class Sum>
+    static constexpr u32 kValues = sizeof(Sum) == 4 ? 4 : 1;
+
+    // One access of 8 or 16 bytes, at an address that is a multiple of it.
+    static constexpr u32 kWide = 16;
+    static __device__ Words16 load16(const u8* from) {
+        return CudaMemory::load(reinterpret_cast<const Words16*>(from));
+    }
+    static __device__ u64 load8(const u8* from) {
+        return CudaMemory::load(reinterpret_cast<const u64*>(from));
+    }
+    static __device__ void store16(u8* to, const Words16& words) {
+        CudaMemory::store(reinterpret_cast<Words16*>(to), words);
+    }
+    static __device__ void store8(u8* to, u64 word) {
+        CudaMemory::store(reinterpret_cast<u64*>(to), word);
+    }
+
     // Rounded by itself: these are never fused with an addition.
     static __device__ float product(float a, float b) { return __fmul_rn(a, b); }
     static __device__ double product(double a, double b) { return __dmul_rn(a, b); }
@@ -155,18 +252,7 @@ class CudaTarget {
     }
 
   private:
-    static constexpr u32 kSlotBytes = 64;
-
-    // Once in a kernel, not at every place that copies.
-    static __device__ __noinline__ void copy_apart(u32 lane, u32 num_lanes, u8* to, const u8* from,
-                                                   u64 bytes) {
-        block_copy<CudaMemory>(lane, num_lanes, to, from, bytes);
-    }
-
-    static __device__ u8* slots() {
-        __shared__ alignas(16) u8 slots[2 * kSlotBytes];
-        return slots;
-    }
+    static constexpr u32 kWarp = 32, kAllLanes = ~0u;
 
     mutable u32 turn_ = 0;
 };

@@ -20,6 +20,7 @@
 #define FASTKERN_DEVICE __device__
 #define FASTKERN_ROLLED _Pragma("unroll 1")
 #define FASTKERN_GLOBAL __attribute__((address_space(1)))
+#define FASTKERN_CONSTANT __attribute__((address_space(4)))
 
 #include "kernels/target/block_copy.h"
 
@@ -42,18 +43,24 @@ struct HipMemory {
     static __device__ void store(T* p, T v) {
         *global(p) = v;
     }
-    static __device__ Vector16 load(const Vector16* p) {
+    static __device__ Words16 load(const Words16* p) {
         const Words v = *global(reinterpret_cast<const Words*>(p));
-        return Vector16{v.x, v.y, v.z, v.w};
+        return Words16{v.x, v.y, v.z, v.w};
     }
-    static __device__ void store(Vector16* p, const Vector16& v) {
+    static __device__ void store(Words16* p, const Words16& v) {
         *global(reinterpret_cast<Words*>(p)) = Words{v.x, v.y, v.z, v.w};
     }
 };
 
 class HipTarget {
   public:
-    __device__ u32 lane() const { return __builtin_amdgcn_workitem_id_x(); }
+    // Not known to be the same twice: what follows from it is computed where it is needed, instead
+    // of staying in registers during the whole kernel.
+    __device__ u32 lane() const {
+        u32 lane = __builtin_amdgcn_workitem_id_x();
+        asm volatile("" : "+v"(lane));
+        return lane;
+    }
     __device__ u32 num_lanes() const { return __builtin_amdgcn_workgroup_size_x(); }
     __device__ u32 block() const { return __builtin_amdgcn_workgroup_id_x(); }
 
@@ -65,19 +72,60 @@ class HipTarget {
         __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup");
     }
 
-    // Lane 0's value on every lane. Two slots in turn, so that one barrier suffices: a slot is
-    // written again only after the barrier of the other one, which all lanes reach once they have
-    // read.
-    template <class T>
-    __device__ T broadcast(const T& value) const {
-        static_assert(sizeof(T) <= kSlotBytes, "too large to broadcast");
-        T* slot = reinterpret_cast<T*>(slots() + (turn_ ^= 1) * kSlotBytes);
+    // What fill(T&) makes, called on lane 0, for every lane: in local memory, until the broadcast
+    // after the next. Two slots in turn, so that one barrier suffices: a slot is written again only
+    // after the barrier of the other one, which all lanes reach once they have read.
+    template <class T, class Fill>
+    __device__ const T& broadcast(const Fill& fill) const {
+        __shared__ T slots[2];
+        T& slot = slots[turn_ ^= 1];
         if (lane() == 0) {
-            *slot = value;
-            wait_for_memory();  // the acquires behind `value`: caches invalidated for all waves
+            fill(slot);
+            wait_for_memory();  // the acquires before it: caches invalidated for all waves
         }
         barrier();
-        return *slot;
+        return slot;
+    }
+
+    // Memory that the block's lanes share, one piece for each T, uninitialised.
+    template <class T>
+    __device__ T& shared() const {
+        __shared__ T state;
+        return state;
+    }
+
+    // A record that nobody writes during the kernel, where reading it is fast: through the scalar
+    // cache.
+    template <class T>
+    __device__ const T& share(const T& given) const {
+        return *constant(&given);
+    }
+    // Values that are the same on all lanes: not kept, but made again where they are needed, by
+    // scalar instructions.
+    template <class T>
+    __device__ void keep(const T&) const {}
+    template <class T, class Make>
+    __device__ T kept(const Make& make) const {
+        return make();
+    }
+    // What was read through *p until here does not stay in registers: the compiler takes it for
+    // another address.
+    template <class T>
+    static __device__ void forget(const T** p) {
+        u64 bits = uniform(reinterpret_cast<u64>(*p));
+        asm volatile("" : "+s"(bits));
+        *p = (const T*)(const FASTKERN_CONSTANT T*)bits;
+    }
+    // (Through a number: a cast there and back would be dropped.)
+    // The same address, known to be of memory that nobody writes during the kernel; of global
+    // memory.
+    template <class T>
+    static __device__ const T* constant(const T* p) {
+        return (const T*)(const FASTKERN_CONSTANT T*)reinterpret_cast<u64>(p);
+    }
+    template <class T>
+    static __device__ T* global(T* p) {
+        return (T*)(FASTKERN_GLOBAL T*)reinterpret_cast<u64>(p);
     }
 
     // Each wave writes its own stores back to where other devices see them, and waits (vmcnt is a
@@ -87,7 +135,38 @@ class HipTarget {
 
     // All lanes copy a part each.
     __device__ void copy(u8* to, const u8* from, u64 bytes) const {
-        copy_apart(lane(), num_lanes(), to, from, bytes);
+        block_copy<HipMemory, kWave, 4>(team(), num_teams(), team_lane(), to, from, bytes);
+    }
+
+    // A team is a wave. Blocks are whole ones.
+    __device__ u32 team() const { return uniform(lane() / kWave); }
+    __device__ u32 num_teams() const { return num_lanes() / kWave; }
+    __device__ u32 team_lane() const { return lane() % kWave; }
+    __device__ u32 team_lanes() const { return kWave; }
+    // All lanes of a team copy a part each.
+    __device__ void team_copy(u8* to, const u8* from, u32 bytes) const {
+        block_copy<HipMemory, kWave, 2>(0, 1, team_lane(), to, from, bytes);
+    }
+    // How many lanes of the team before this one have `mine` set; `total`: of all.
+    __device__ u32 team_rank(bool mine, u32* total) const {
+        const u64 mask = __builtin_amdgcn_ballot_w64(mine);
+        *total = __builtin_popcountll(mask);
+        return __builtin_popcountll(mask & ((u64{1} << team_lane()) - 1));
+    }
+    // The value of the team's first lane that has `mine` set; 0 without any.
+    __device__ u32 team_pick(u32 value, bool mine) const {
+        const u64 mask = __builtin_amdgcn_ballot_w64(mine);
+        if (mask == 0) return 0;
+        return __builtin_amdgcn_readlane(value, __builtin_ctzll(mask));
+    }
+    // The value of one lane of the team, which all its lanes ask for.
+    __device__ u32 team_read(u32 value, u32 lane) const {
+        return __builtin_amdgcn_readlane(value, lane);
+    }
+    // A value that is the same on all lanes of the team.
+    static __device__ u32 uniform(u32 value) { return __builtin_amdgcn_readfirstlane(value); }
+    static __device__ u64 uniform(u64 value) {
+        return u64{uniform(static_cast<u32>(value >> 32))} << 32 | uniform(static_cast<u32>(value));
     }
 
     // Waiting: spin, then sleep for 64, 512 and 2048 cycles (about 1 us).
@@ -105,8 +184,25 @@ class HipTarget {
     // says 100000 kHz).
     __device__ u64 now_ns() const { return __builtin_readsteadycounter() * kNsPerTick; }
 
-    static constexpr u32 kValues = 1;  // values that a lane sums at a time: neighbouring lanes read
-                                       // neighbouring values
+    // Values that a lane sums at a time: 16 bytes of floats; doubles, which few need, one by one.
+    template <class Sum>
+    static constexpr u32 kValues = sizeof(Sum) == 4 ? 4 : 1;
+
+    // One access of 8 or 16 bytes, at an address that is a multiple of it.
+    static constexpr u32 kWide = 16;
+    static __device__ Words16 load16(const u8* from) {
+        return HipMemory::load(reinterpret_cast<const Words16*>(from));
+    }
+    static __device__ u64 load8(const u8* from) {
+        return HipMemory::load(reinterpret_cast<const u64*>(from));
+    }
+    static __device__ void store16(u8* to, const Words16& words) {
+        HipMemory::store(reinterpret_cast<Words16*>(to), words);
+    }
+    static __device__ void store8(u8* to, u64 word) {
+        HipMemory::store(reinterpret_cast<u64*>(to), word);
+    }
+
     // Rounded by itself, never fused with an addition (where pragmas count: not with
     // -ffp-contract=fast).
     static __device__ float product(float a, float b) {
@@ -144,13 +240,7 @@ class HipTarget {
   private:
     static constexpr int kSystem = __HIP_MEMORY_SCOPE_SYSTEM;
     static constexpr u64 kNsPerTick = 10;
-    static constexpr u32 kSlotBytes = 64;
-
-    // Once in a kernel, not at every place that copies.
-    static __device__ __attribute__((noinline)) void copy_apart(u32 lane, u32 num_lanes, u8* to,
-                                                                const u8* from, u64 bytes) {
-        block_copy<HipMemory>(lane, num_lanes, to, from, bytes);
-    }
+    static constexpr u32 kWave = 64;
 
     // Not a builtin: those may be optimised away.
     static __device__ void wait_for_memory() { asm volatile("s_waitcnt vmcnt(0)" : : : "memory"); }
@@ -158,11 +248,6 @@ class HipTarget {
     static __device__ void write_back() {
         __builtin_amdgcn_fence(__ATOMIC_RELEASE, "");  // at system scope
         wait_for_memory();
-    }
-
-    static __device__ u8* slots() {
-        __shared__ alignas(16) u8 slots[2 * kSlotBytes];
-        return slots;
     }
 
     mutable u32 turn_ = 0;

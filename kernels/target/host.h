@@ -2,11 +2,14 @@
 // thread.
 //
 // Every target supplies the same operations:
-//   lane num_lanes block barrier broadcast drain copy pause now_ns
+//   lane num_lanes block barrier broadcast shared share keep kept forget constant global
+//   drain copy
+//   team num_teams team_lane team_lanes team_copy team_rank team_pick team_read uniform pause now_ns
 //   load_relaxed load_acquire store_relaxed store_release fetch_add compare_and_swap
-//   kValues product
-// Atomics are at system scope. Release and acquire sit on the flag operation itself, never in a
-// fence (HIP spells them out: see hip.h).
+//   kValues kWide load16 load8 store16 store8 product
+// A team is a group of neighbouring lanes that step together without a barrier (a warp, a wave;
+// here one lane). Atomics are at system scope. Release and acquire sit on the flag operation
+// itself, never in a fence (HIP spells them out: see hip.h).
 #pragma once
 
 #include <sched.h>
@@ -14,9 +17,10 @@
 
 #include <cstring>
 
-#include "planner/stage_table.h"
+#include "kernels/target/words16.h"
 
 #define FASTKERN_DEVICE
+#define FASTKERN_ROLLED  // see block_copy.h
 
 // A build with this defined has a fault on purpose: ThreadSanitizer must find it.
 #ifdef FASTKERN_FAULT_RELAXED_RELEASE
@@ -32,7 +36,8 @@ struct HostBlock {
     u32 num_lanes = 1;
     u32 arrived = 0;
     u32 generation = 0;
-    alignas(16) u8 shared[2][256];
+    alignas(16) u8 slots[2][256];
+    alignas(16) u8 state[1024];
 };
 
 class HostTarget {
@@ -57,17 +62,57 @@ class HostTarget {
             pause(rounds++);
     }
 
-    // Lane 0's value on every lane. Two slots in turn, so that one barrier suffices.
-    template <class T>
-    T broadcast(const T& value) const {
-        static_assert(sizeof(T) <= sizeof(shared_->shared[0]), "too large to broadcast");
-        if (shared_->num_lanes == 1) return value;
-        u8* slot = shared_->shared[turn_ ^= 1];
-        if (lane_ == 0) std::memcpy(slot, &value, sizeof(T));
+    // What fill(T&) makes, called on lane 0, for every lane. Two slots in turn, so that one barrier
+    // suffices.
+    template <class T, class Fill>
+    T broadcast(const Fill& fill) const {
+        static_assert(sizeof(T) <= sizeof(shared_->slots[0]), "too large to broadcast");
+        T value;
+        if (shared_->num_lanes == 1) {
+            fill(value);
+            return value;
+        }
+        u8* slot = shared_->slots[turn_ ^= 1];
+        if (lane_ == 0) {
+            fill(value);
+            std::memcpy(slot, &value, sizeof(T));
+        }
         barrier();
-        T result;
-        std::memcpy(&result, slot, sizeof(T));
-        return result;
+        std::memcpy(&value, slot, sizeof(T));
+        return value;
+    }
+
+    // Memory that the block's lanes share, one piece of it, uninitialised.
+    template <class T>
+    T& shared() const {
+        static_assert(sizeof(T) <= sizeof(shared_->state), "too large to share");
+        return *reinterpret_cast<T*>(shared_->state);
+    }
+
+    // A record that nobody writes during the kernel, where reading it is fast.
+    template <class T>
+    const T& share(const T& given) const {
+        return given;
+    }
+    // Values that are the same on all lanes, where keeping them is cheaper than making them again.
+    template <class T>
+    void keep(const T&) const {}
+    template <class T, class Make>
+    T kept(const Make& make) const {
+        return make();
+    }
+    // What was read through *p until here need not stay in registers.
+    template <class T>
+    static void forget(const T**) {}
+    // The same address, known to be of memory that nobody writes during the kernel; of global
+    // memory.
+    template <class T>
+    static const T* constant(const T* p) {
+        return p;
+    }
+    template <class T>
+    static T* global(T* p) {
+        return p;
     }
 
     void drain() const {}  // the release of the flag covers what happened before the barrier
@@ -86,6 +131,27 @@ class HostTarget {
         std::memcpy(to + begin, from + begin, end - begin);
     }
 
+    u32 team() const { return lane_; }
+    u32 num_teams() const { return shared_->num_lanes; }
+    u32 team_lane() const { return 0; }
+    u32 team_lanes() const { return 1; }
+    // All lanes of a team copy a part each.
+    void team_copy(u8* to, const u8* from, u32 bytes) const {
+        if (bytes) std::memcpy(to, from, bytes);
+    }
+    // How many lanes of the team before this one have `mine` set; `total`: of all.
+    u32 team_rank(bool mine, u32* total) const {
+        *total = mine;
+        return 0;
+    }
+    // The value of the team's first lane that has `mine` set; 0 without any.
+    u32 team_pick(u32 value, bool mine) const { return mine ? value : 0; }
+    // The value of one lane of the team, which all its lanes ask for.
+    u32 team_read(u32 value, u32) const { return value; }
+    // A value that is the same on all lanes of the team.
+    static u32 uniform(u32 value) { return value; }
+    static u64 uniform(u64 value) { return value; }
+
     // Waiting: spin, then yield, then sleep up to 50 us. Ranks outnumber cores here.
     void pause(u32 rounds) const {
         if (rounds < 16) {
@@ -101,7 +167,17 @@ class HostTarget {
 
     u64 now_ns() const { return clock_ns(); }
 
+    template <class Sum>
     static constexpr u32 kValues = 16;  // values that a lane sums at a time
+
+    // Are there accesses of 8 and 16 bytes that the compiler does not find itself? Here there are
+    // not, and these are never called.
+    static constexpr u32 kWide = 0;
+    static Words16 load16(const u8*) { return {}; }
+    static u64 load8(const u8*) { return 0; }
+    static void store16(u8*, const Words16&) {}
+    static void store8(u8*, u64) {}
+
     // Rounded by itself, never fused with an addition: see the compiler's options.
     static float product(float a, float b) { return a * b; }
     static double product(double a, double b) { return a * b; }

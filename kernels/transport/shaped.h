@@ -7,18 +7,20 @@
 // order of arrival.
 #pragma once
 
-#include "kernels/body/items.h"
+#include "kernels/transport/mapped.h"
 
 namespace fastkern {
 
 template <class Target>
-class ShapedTransport {
+class ShapedTransport : public MappedTransport<Target> {
+    using Base = MappedTransport<Target>;
+
   public:
     ShapedTransport(const Target& target, const KernelArgs& args, const ShapedRates& rates)
-        : target_(target), args_(args), rates_(rates) {}
+        : Base(target, args), target_(target), args_(args), rates_(rates) {}
 
-    void put(u8* to, const u8* from, u64 bytes, u32 rank, u32 slot) const {
-        target_.copy(to, from, bytes);
+    void put(u64 to, u64 from, u64 bytes, u32 rank, u32 slot) const {
+        target_.copy(args_.data[rank] + to, args_.data[args_.rank] + from, bytes);
         target_.drain();
         target_.barrier();
         if (target_.lane() == 0) signal(rank, slot, 1, kScaleOut, bytes);
@@ -34,17 +36,14 @@ class ShapedTransport {
             visible = book(&args_.controls[rank]->ingress_free_ns[tier], sent - ns, ns);
         }
         target_.store_relaxed(&args_.visible_ns[rank][slot], visible);
-        target_.store_release(&args_.flags[rank][slot], stamp(value));
+        target_.store_release(&args_.flags[rank][slot], Base::stamp(value));
     }
 
     bool seen(u32 slot, u32 value) const {
-        if (target_.load_acquire(&args_.flags[args_.rank][slot]) < stamp(value)) return false;
+        if (!Base::seen(slot, value)) return false;
         const u64 visible = target_.load_relaxed(&args_.visible_ns[args_.rank][slot]);
         return visible == 0 || visible <= target_.now_ns();
     }
-
-    u64 peek(u32 slot) const { return target_.load_relaxed(&args_.flags[args_.rank][slot]); }
-    u64 stamp(u32 value) const { return args_.epoch << kValueBits | value; }
 
     bool can_send(Tier tier) const {
         if (!rates_.ps_per_kib[tier]) return true;
@@ -52,14 +51,13 @@ class ShapedTransport {
                target_.now_ns() + kAheadNs;
     }
 
-    void progress() const {}
     u64 progress_of_all(u32 num_ranks) const {
         const u64 now = target_.now_ns();
         for (u32 r = 0; r < num_ranks; ++r)  // bytes on a link are progress
             for (u32 tier = 0; tier < kNumTiers; ++tier)
                 if (target_.load_relaxed(&args_.controls[r]->ingress_free_ns[tier]) > now)
                     return now;
-        return claims_of_all(target_, args_, num_ranks);
+        return Base::progress_of_all(num_ranks);
     }
     bool quiet() const {
         for (u32 tier = 0; tier < kNumTiers; ++tier)

@@ -9,7 +9,7 @@
 #include <random>
 #include <vector>
 
-#include "kernels/body/items.h"
+#include "kernels/transport/mapped.h"
 
 namespace fastkern {
 
@@ -58,23 +58,21 @@ class ShuffledQueue {
 };
 
 template <class Target>
-class ShuffledTransport {
+class ShuffledTransport : public MappedTransport<Target> {
+    using Base = MappedTransport<Target>;
+
   public:
     ShuffledTransport(const Target& target, const KernelArgs& args, ShuffledQueue* queue)
-        : target_(target), args_(args), queue_(queue) {}
+        : Base(target, args), target_(target), args_(args), queue_(queue) {}
 
-    void put(u8* to, const u8* from, u64 bytes, u32 rank, u32 slot) const {
-        if (target_.lane() == 0) queue_->add({to, from, bytes, &args_.flags[rank][slot], stamp(1)});
+    void put(u64 to, u64 from, u64 bytes, u32 rank, u32 slot) const {
+        if (target_.lane() == 0)
+            queue_->add({args_.data[rank] + to, args_.data[args_.rank] + from, bytes,
+                         &args_.flags[rank][slot], Base::stamp(1)});
     }
     void signal(u32 rank, u32 slot, u32 value, Tier, u64) const {
-        queue_->add({nullptr, nullptr, 0, &args_.flags[rank][slot], stamp(value)});
+        queue_->add({nullptr, nullptr, 0, &args_.flags[rank][slot], Base::stamp(value)});
     }
-    bool seen(u32 slot, u32 value) const {
-        return target_.load_acquire(&args_.flags[args_.rank][slot]) >= stamp(value);
-    }
-    u64 peek(u32 slot) const { return target_.load_relaxed(&args_.flags[args_.rank][slot]); }
-    u64 stamp(u32 value) const { return args_.epoch << kValueBits | value; }
-    bool can_send(Tier) const { return true; }
     void progress() const {
         const u32 us = queue_->stall_us();
         if (us) {
@@ -83,7 +81,6 @@ class ShuffledTransport {
         }
         queue_->deliver_one(target_, false);
     }
-    u64 progress_of_all(u32 num_ranks) const { return claims_of_all(target_, args_, num_ranks); }
     bool quiet() const {
         queue_->deliver_one(target_, true);
         return queue_->empty();

@@ -123,6 +123,8 @@ Header TableBuilder::make_header(u64 send_rows, u64 receive_rows) const {
     h.num_ranks = traffic.num_ranks;
     h.servers = traffic.servers;
     h.gpus_per_server = num_local;
+    h.server = server;
+    h.local_rank = local;
     h.chunk_slots = plan.options.chunk_slots;
     h.policy = plan.policy;
     h.num_posts = static_cast<u32>(posts_.size());

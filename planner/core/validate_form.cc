@@ -48,7 +48,9 @@ class FormCheck : public TableWalk {
 
     void header(u32 r) {
         const Header &h = *views_[r].header, &h0 = *views_[0].header;
-        if (h.rank != r) fault(r, "header", "the table is another rank's");
+        if (h.rank != r || h.server != r / traffic_.gpus_per_server ||
+            h.local_rank != r % traffic_.gpus_per_server)
+            fault(r, "header", "the table is another rank's");
         if (h.num_ranks != traffic_.num_ranks || h.servers != traffic_.servers ||
             h.gpus_per_server != traffic_.gpus_per_server ||
             h.chunk_slots != plan_.options.chunk_slots || h.policy != plan_.policy ||

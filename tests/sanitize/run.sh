@@ -88,7 +88,7 @@ ASAN_OPTIONS="detect_stack_use_after_return=1" "$out/address.driver" "$SECONDS_E
 
 control relaxed "a relaxed release" . -DFASTKERN_FAULT_RELAXED_RELEASE
 # Reduce waits for the tickets of land and take alone: whoever claimed them has seen the flags.
-edited tickets kernels/body/items.h 'return target.load_acquire(&args.controls' \
-    'return target.load_relaxed(\&args.controls'
+edited tickets kernels/body/items.h 'return call.target.load_acquire(&call.control' \
+    'return call.target.load_relaxed(\&call.control'
 control tickets "tickets read relaxed before a reduce" "$out/tickets.src"
 echo "sanitizers passed"

@@ -1,0 +1,1 @@
+"""Kernels on GPUs: drivers, memory, compilation at run time. Imports no GPU library by itself."""

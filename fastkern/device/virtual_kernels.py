@@ -1,0 +1,84 @@
+"""The kernels of a virtual cluster: loaded when first needed, and held to what a device can hold.
+
+Blocks of a persistent kernel wait for one another, so all blocks of all ranks must be on the device
+at once: a launch of more would never end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .driver import Driver
+
+# Kernels by the entry that holds them, see kernels/entry.
+ENTRY_OF = {
+    "fastkern_exchange": "exchange",
+    "fastkern_dispatch": "dispatch",
+    "fastkern_combine": "combine",
+    "fastkern_combine_float64": "combine",
+    "fastkern_route_count": "route",
+    "fastkern_route_scan": "route",
+    "fastkern_route_fill": "route",
+}
+_PERSISTENT = (
+    "fastkern_exchange",
+    "fastkern_dispatch",
+    "fastkern_combine",
+    "fastkern_combine_float64",
+)
+
+
+class Kernels:
+    """Functions by name. load: the compiled image of an entry ("exchange", ...)."""
+
+    def __init__(
+        self, driver: Driver, load: Callable[[str], bytes], num_ranks: int, num_blocks: int
+    ) -> None:
+        self._driver = driver
+        self._load = load
+        self._num_ranks = num_ranks
+        self._num_blocks = num_blocks
+        self._modules: dict[str, Any] = {}
+        self._functions: dict[str, Any] = {}
+
+    def get(self, name: str, num_lanes: int) -> Any:
+        """A kernel to launch with blocks of num_lanes lanes.
+
+        Raises ValueError where a persistent kernel's blocks do not fit the device all at once.
+        """
+        if name not in self._functions:
+            entry = ENTRY_OF[name]
+            if entry not in self._modules:
+                self._modules[entry] = self._driver.load_module(self._load(entry))
+            function = self._driver.function(self._modules[entry], name)
+            if name in _PERSISTENT:
+                self._check_room(name, function, num_lanes)
+            self._functions[name] = function
+        return self._functions[name]
+
+    def most_blocks(self, name: str, num_lanes: int) -> int:
+        """Blocks per rank of a persistent kernel that the device holds for all ranks at once."""
+        entry = ENTRY_OF[name]
+        if entry not in self._modules:
+            self._modules[entry] = self._driver.load_module(self._load(entry))
+        function = self._driver.function(self._modules[entry], name)
+        return self._driver.resident_blocks(function, num_lanes) // self._num_ranks
+
+    def _check_room(self, name: str, function: Any, num_lanes: int) -> None:
+        resident = self._driver.resident_blocks(function, num_lanes)
+        wanted = self._num_ranks * self._num_blocks
+        if wanted > resident:
+            fit = resident // self._num_ranks
+            raise ValueError(
+                f"{name}: {self._num_ranks} ranks with {self._num_blocks} blocks each are {wanted} "
+                f"blocks, but the device holds {resident} of {num_lanes} lanes at once: "
+                + (f"at most {fit} per rank" if fit else "fewer ranks or lanes are needed")
+            )
+
+    def close(self) -> None:
+        """Unload the modules; no kernel may run."""
+        self._functions.clear()
+        while self._modules:
+            _, module = self._modules.popitem()
+            self._driver.unload_module(module)

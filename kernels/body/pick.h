@@ -1,0 +1,209 @@
+// How a block finds work, and when it gives up.
+//
+// A block looks at the heads of all queues, a lane at each, and takes, by compare-and-swap on the
+// queue's ticket, only an item that can run now; it then runs it without waiting. No block holds an
+// item while it waits, so any number of blocks ends: plan times strictly increase along
+// dependencies and never fall in a queue, so the earliest item not yet run anywhere is at the head
+// of its queue and can run.
+//
+// Memory order. The lane that looks at a queue acquires the flags of its head; the barrier between
+// look() and choose() hands that on to lane 0, whose claim hands it to whoever reads the ticket,
+// and the barrier of the broadcast to all lanes, which then read what the flags vouch for.
+//
+// Example: heads are pack 3 (time 8, can run), put 1 (time 6, its pack flag is not there), land 0
+// (time 11, can run). Pack 3 is taken; another block that looks at the same time and loses the swap
+// looks again.
+#pragma once
+
+#include "kernels/body/items.h"
+
+namespace fastkern {
+
+// What lane 0 decided, for all lanes of the block.
+enum Decision : u32 { kRunItem, kLookAgain, kLeave };
+
+struct Choice {
+    Item item;
+    u32 decision;
+    u32 reserved;
+};
+
+enum Verdict : u32 { kExhausted, kMustWait, kCanRun };
+
+// The first item of a queue that nobody has claimed, as last seen by this block.
+struct Head {
+    Item item;
+    u64 time;  // its plan time
+    u32 verdict;
+    u32 reserved;
+};
+
+// Shared by the lanes of a block. Heads belong to the lanes that look at them, and to lane 0
+// between the barrier and the broadcast; the rest to lane 0.
+struct Look {
+    Head heads[kNumQueues];
+    u64 last_claimed;
+    u64 last_progress_ns;  // 0: read the clock at the next idle look
+    u64 last_seen_of_all;
+    u32 idle_rounds;
+    u32 looked;
+};
+
+// A deadline has passed: one record here, then every rank is told to leave.
+template <class Call>
+FASTKERN_DEVICE void abort_call(const Call& call, const ErrorRecord& record) {
+    ErrorRecord& own = call.control().record;
+    const u64 epoch = call.transport.epoch();
+    if (!call.target.compare_and_swap(&own.state, kNoRecord, kRecordInWork))
+        return;  // another block of this rank is at it
+    own.expected = record.expected;
+    own.seen = record.seen;
+    own.waited_ns = record.waited_ns;
+    own.epoch = epoch;
+    own.queue = record.queue;
+    own.stage = record.stage;
+    own.chunk = record.chunk;
+    own.peer = record.peer;
+    own.slot = record.slot;
+    call.target.store_release(&own.state, kRecordWritten);
+    call.transport.raise_abort(epoch << kValueBits | (call.args().rank + 1),
+                               call.header().num_ranks);
+}
+
+template <class Call>
+class Picker {
+  public:
+    FASTKERN_DEVICE explicit Picker(const Call& call) : call_(call) {}
+
+    // All lanes, once.
+    FASTKERN_DEVICE void begin() const {
+        Look& look = shared_look();
+        const auto& target = call_.target;
+        for (u32 q = target.lane(); q < kNumQueues; q += target.num_lanes()) {
+            look.heads[q].item.ticket = ~u64{0};
+            look.heads[q].item.stage = 0;
+        }
+        if (target.lane() != 0) return;
+        look.last_claimed = ~u64{0};
+        look.last_progress_ns = target.now_ns();
+        look.last_seen_of_all = 0;
+        look.idle_rounds = 0;
+        look.looked = 0;
+    }
+
+    // All lanes, one for each queue.
+    FASTKERN_DEVICE void look() const {
+        u64 best_time = ~u64{0};
+        for (u32 q = call_.target.lane(); q < kNumQueues; q += call_.target.num_lanes())
+            look_at(q, &best_time);
+    }
+
+    // Lane 0, after a barrier: the runnable head of least plan time, claimed.
+    FASTKERN_DEVICE void choose(Choice* choice) const {
+        Look& look = shared_look();
+        u64* const tickets = call_.control().tickets;
+        call_.transport.progress();
+        u32 best = kNumQueues, stuck = kNumQueues;
+        u64 claimed = 0;
+        for (u32 q = 0; q < kNumQueues; ++q) {
+            const Head& head = look.heads[q];
+            claimed += head.item.ticket;
+            if (head.verdict == kExhausted) continue;
+            u32& first = head.verdict == kCanRun ? best : stuck;
+            if (first == kNumQueues || head.time < look.heads[first].time) first = q;
+        }
+        choice->decision = kLookAgain;
+        if (call_.transport.aborted() || (best == kNumQueues && stuck == kNumQueues)) {
+            choice->decision = kLeave;
+        } else if (best != kNumQueues) {
+            choice->item = look.heads[best].item;
+            const u64 ticket = choice->item.ticket;
+            if (call_.target.compare_and_swap(&tickets[best], ticket, ticket + 1))
+                choice->decision = kRunItem;  // else another block took it
+            look.last_progress_ns = 0;
+            look.idle_rounds = 0;
+        } else {
+            wait_a_little(look, claimed, look.heads[stuck].item);
+        }
+    }
+
+  private:
+    const Call& call_;
+
+    FASTKERN_DEVICE Look& shared_look() const { return call_.target.template shared<Look>(); }
+
+    FASTKERN_DEVICE void look_at(u32 queue, u64* best_time) const {
+        Head& head = shared_look().heads[queue];
+        u64* const word = &call_.control().tickets[queue];
+        for (;;) {
+            const u64 ticket = call_.target.load_relaxed(word);
+            if (ticket >= call_.table().queues[queue].num_items) {
+                head.item.ticket = ticket;
+                head.verdict = kExhausted;
+                return;
+            }
+            if (head.item.ticket != ticket) {
+                locate(queue, ticket, &head.item);
+                head.time = item_time(call_.table(), head.item);
+            }
+            if (head.item.num_rows != 0) break;
+            // An item without rows needs no wait and does nothing: whoever sees it passes it.
+            call_.target.compare_and_swap(word, ticket, ticket + 1);
+        }
+        head.verdict = kMustWait;
+        if (head.time >= *best_time) return;  // of the heads of this lane, not the first to run
+        if (!can_run(call_, head.item, nullptr)) return;
+        head.verdict = kCanRun;
+        *best_time = head.time;
+    }
+
+    // Stages are passed in order, from where the head was last.
+    FASTKERN_DEVICE void locate(u32 queue, u64 ticket, Item* item) const {
+        const Stage* stages = call_.table().stages + call_.table().queues[queue].first_stage;
+        u32 k = item->stage;
+        while (ticket >= stages[k].first_item + u64{stages[k].num_chunks} * stages[k].num_streams)
+            ++k;
+        make_item(call_.table(), queue, k, ticket, item);
+    }
+
+    FASTKERN_DEVICE void wait_a_little(Look& look, u64 claimed, const Item& stuck) const {
+        const u64 now = call_.target.now_ns();
+        if (claimed != look.last_claimed || look.last_progress_ns == 0) {
+            look.last_claimed = claimed;
+            look.last_progress_ns = now;
+            look.idle_rounds = 0;
+            look.looked = 0;
+        } else if (now - look.last_progress_ns > call_.args().progress_ns / 2) {
+            if (look_around(look, now)) give_up(look, stuck, now);
+        }
+        call_.target.pause(look.idle_rounds++);
+    }
+
+    // Half the deadline has passed without a claim here. Waiting long is no fault while other ranks
+    // get on: the deadline counts from the last change anywhere, seen by looks half of it apart.
+    FASTKERN_DEVICE bool look_around(Look& look, u64 now) const {
+        const bool expired = now - look.last_progress_ns > call_.args().progress_ns;
+        if (look.looked && !expired) return false;
+        const u64 seen = call_.transport.progress_of_all(call_.table().header->num_ranks);
+        const bool moved = !look.looked || seen != look.last_seen_of_all;
+        look.looked = 1;
+        look.last_seen_of_all = seen;
+        if (expired && moved) look.last_progress_ns = now - call_.args().progress_ns / 2;
+        return expired && !moved;
+    }
+
+    FASTKERN_DEVICE void give_up(Look& look, const Item& stuck, u64 now) const {
+        ErrorRecord record{};
+        if (can_run(call_, stuck, &record) || record.seen >= record.expected) {
+            look.last_progress_ns = now;  // it came after all, or is on its way on a slow link
+            return;
+        }
+        record.waited_ns = now - look.last_progress_ns;
+        record.queue = stuck.queue;
+        record.stage = stuck.stage;
+        record.chunk = stuck.chunk;
+        abort_call(call_, record);
+    }
+};
+
+}  // namespace fastkern

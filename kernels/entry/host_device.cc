@@ -1,0 +1,90 @@
+#include "kernels/entry/host_device.h"
+
+#include <cstring>
+#include <stdexcept>
+
+#include "kernels/entry/host_threads.h"
+//
+#include "kernels/body/exchange.h"
+#include "kernels/body/route.h"
+#include "kernels/transport/mapped.h"
+
+namespace fastkern {
+
+namespace {
+
+template <class Record>
+Record read_record(const u8* arguments, u64 num_bytes) {
+    if (num_bytes != sizeof(Record))
+        throw std::invalid_argument("the kernel's argument has " + std::to_string(sizeof(Record)) +
+                                    " bytes, not " + std::to_string(num_bytes));
+    Record record;
+    std::memcpy(&record, arguments, sizeof record);
+    return record;
+}
+
+template <class Op>
+void run_exchange(const LaunchArgs& launch, u32 grid, u32 num_lanes) {
+    if (u64{launch.num_ranks} * launch.blocks_per_rank != grid)
+        throw std::invalid_argument("the grid is not blocks_per_rank blocks for each rank");
+    run_blocks(grid, num_lanes,
+               [&](const HostTarget& target) { run_launch<Op, MappedTransport>(target, launch); });
+}
+
+template <class Pass>
+void run_route(u64 num_items, u32 grid, u32 num_lanes, const Pass& pass) {
+    if (u64{grid} * num_lanes < num_items)
+        throw std::invalid_argument("fewer lanes than units or keys");
+    for (u64 k = 0; k < num_items; ++k) pass(k);
+}
+
+struct Kernel {
+    const char* name;
+    void (*run)(const u8* arguments, u64 num_bytes, u32 grid, u32 num_lanes);
+};
+
+template <class Op>
+void launch_exchange(const u8* arguments, u64 num_bytes, u32 grid, u32 num_lanes) {
+    run_exchange<Op>(read_record<LaunchArgs>(arguments, num_bytes), grid, num_lanes);
+}
+
+const Kernel kKernels[] = {
+    {"fastkern_exchange", launch_exchange<AllToAll>},
+    {"fastkern_dispatch", launch_exchange<Dispatch>},
+    {"fastkern_combine", launch_exchange<Combine<float>>},
+    {"fastkern_combine_float64", launch_exchange<Combine<double>>},
+    {"fastkern_route_count",
+     [](const u8* arguments, u64 num_bytes, u32 grid, u32 num_lanes) {
+         const auto args = read_record<RouteArgs>(arguments, num_bytes);
+         run_route(args.num_units, grid, num_lanes,
+                   [&](u64 unit) { route_count(args, static_cast<u32>(unit)); });
+     }},
+    {"fastkern_route_scan",
+     [](const u8* arguments, u64 num_bytes, u32 grid, u32 num_lanes) {
+         const auto args = read_record<RouteArgs>(arguments, num_bytes);
+         run_route(route_keys(args), grid, num_lanes, [&](u64 key) { route_scan(args, key); });
+     }},
+    {"fastkern_route_fill",
+     [](const u8* arguments, u64 num_bytes, u32 grid, u32 num_lanes) {
+         const auto args = read_record<RouteArgs>(arguments, num_bytes);
+         run_route(args.num_units, grid, num_lanes,
+                   [&](u64 unit) { route_fill(args, static_cast<u32>(unit)); });
+     }},
+};
+
+}  // namespace
+
+std::vector<std::string> device_kernel_names() {
+    std::vector<std::string> names;
+    for (const Kernel& kernel : kKernels) names.emplace_back(kernel.name);
+    return names;
+}
+
+void launch_device_kernel(const std::string& name, u32 grid, u32 num_lanes, const u8* arguments,
+                          u64 num_bytes) {
+    for (const Kernel& kernel : kKernels)
+        if (name == kernel.name) return kernel.run(arguments, num_bytes, grid, num_lanes);
+    throw std::invalid_argument("no kernel is called " + name);
+}
+
+}  // namespace fastkern

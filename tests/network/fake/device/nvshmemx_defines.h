@@ -1,0 +1,2 @@
+// With device/nvshmem_defines.h.
+#pragma once
