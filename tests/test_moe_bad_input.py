@@ -101,6 +101,7 @@ DISPATCH: dict[str, tuple[Change, type[BaseException], str]] = {
     "top-33": (wide, ValueError, "33"),
     "top-0": (no_choice, ValueError, "topk_idx"),
     "fewer rows": (set_(x=torch.ones(2, 4)), ValueError, "3"),
+    "rows of 4 GiB": (set_(x=[torch.ones(3, 1).half().expand(3, 1 << 31)]), ValueError, "4 GiB"),
     "payloads of two lengths": (set_(x=[torch.ones(3, 4), torch.ones(2)]), ValueError, "x[1]"),
     "a scalar": (set_(x=torch.tensor(1.0)), ValueError, "x"),
     "no payload": (set_(x=[]), ValueError, "x"),
@@ -228,9 +229,15 @@ def test_a_static_call_that_does_not_fit(four: Pool) -> None:
 
 # -- combine ---------------------------------------------------------------------------------------
 
+
+def huge(given: dict[str, Any], rank: int) -> None:
+    given.update(expert_out=given["expert_out"][:, :1].expand(-1, 1 << 30), out=None)
+
+
 COMBINE: dict[str, tuple[Change, type[BaseException], str]] = {
     "more rows": (set_(expert_out=torch.ones(50, 4)), ValueError, "expert_out"),
     "a scalar": (set_(expert_out=torch.tensor(1.0)), ValueError, "expert_out"),
+    "rows of 4 GiB": (huge, ValueError, "4 GiB"),
     "integers": (cast("expert_out", torch.int32), TypeError, "expert_out"),
     "fp8": (cast("expert_out", torch.float8_e4m3fn), TypeError, "expert_out"),
     "no tensor": (set_(expert_out=[1.0]), TypeError, "expert_out"),

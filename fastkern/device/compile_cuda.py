@@ -11,16 +11,17 @@ from typing import Any
 from ..errors import CompileError, DeviceUnavailableError
 from .sources import EntrySource
 
-# Without no_source_include a file ./kernels/... of the directory that Python was started in would
-# be taken before the package's own.
-_OPTIONS: dict[str, Any] = {"std": "c++17", "no_source_include": True}
+# What NVRTC is told besides architecture, macros and where to look, as cuda.core spells it. Without
+# no_source_include a file ./kernels/... of the directory that Python was started in would be taken
+# before the package's own.
+CUDA_OPTIONS: dict[str, Any] = {"std": "c++17", "no_source_include": True}
 
 
 class CudaCompiler:
     """Compiles an entry to a cubin."""
 
     name = "nvrtc"
-    flags = tuple(f"{name}={value}" for name, value in _OPTIONS.items())
+    flags = tuple(f"{name}={value}" for name, value in CUDA_OPTIONS.items())
 
     def check_arch(self, arch: str) -> None:
         """Raises ValueError unless `arch` is written like "sm_90" or "sm_90a"."""
@@ -54,7 +55,7 @@ class CudaCompiler:
             arch=arch,
             include_path=[str(source.root)],
             define_macro=list(defines.items()) or None,
-            **_OPTIONS,
+            **CUDA_OPTIONS,
         )
         try:
             return bytes(core.Program(source.text, "c++", options).compile("cubin").code)

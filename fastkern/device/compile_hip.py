@@ -9,12 +9,17 @@ from typing import Any
 from ..errors import CompileError, DeviceUnavailableError
 from .sources import EntrySource
 
+# What clang is told besides architecture, macros and where to look. Without the last two the code
+# generator would compute constants once, before the loop that a kernel is, and keep each in a
+# register until it ends: the kernels would need more than 64.
+HIP_FLAGS = ("-O3", "-std=c++20", "-mllvm", "-disable-machine-licm")
+
 
 class HipCompiler:
     """Compiles an entry to a code object."""
 
     name = "hiprtc"
-    flags = ("-O3", "-std=c++20")  # HIPRTC adds -nogpuinc by itself
+    flags = HIP_FLAGS  # HIPRTC adds -nogpuinc by itself
 
     def check_arch(self, arch: str) -> None:
         """Raises ValueError unless `arch` is like "gfx942" or "gfx942:sramecc+:xnack-"."""

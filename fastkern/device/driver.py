@@ -2,7 +2,10 @@
 
 Addresses, streams, events and graphs are integers (handles of the driver). Every operation works on
 the driver's own device. A failure raises DriverError with the operation's name and what the driver
-said.
+said; too little memory DeviceMemoryError, which is one.
+
+Releasing memory may wait until the whole device is idle: not while a kernel waits for one that is
+launched later.
 """
 
 from __future__ import annotations

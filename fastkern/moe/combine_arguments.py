@@ -15,6 +15,7 @@ from .tensor_checks import (
     check_dense,
     check_floating,
     check_out,
+    check_row_size,
     num_values,
     row_form,
 )
@@ -92,6 +93,7 @@ def prepare_combine(
         )
     shape = tuple(expert_out.shape[1:])
     width = num_values(shape)
+    check_row_size(aligned_row(width * sum_dtype.itemsize))
     if weights is not None:
         check_floating("weights", weights)
         if tuple(weights.shape) != (info.num_recv_rows,):

@@ -11,7 +11,15 @@ import torch
 from ..tensors import dtype_name, shares_bytes
 from .handle import ENTRY_BYTES, LAYOUTS, MOST_CHOICES, MOST_PARTS, MetaInfo
 from .placement import Placement
-from .tensor_checks import ALIGN, aligned, check_dense, check_out, row_bytes, row_form
+from .tensor_checks import (
+    ALIGN,
+    aligned,
+    check_dense,
+    check_out,
+    check_row_size,
+    row_bytes,
+    row_form,
+)
 
 _MOST_CHOICES_OF_A_RANK = (1 << 32) - 2
 
@@ -150,6 +158,8 @@ def prepare_dispatch(
                 f"[{num_tokens}, {topk}]"
             )
     weight_bytes = 0 if topk_weights is None else topk_weights.element_size()
+    form = RowFormat.of([row_bytes(x) for x in xs], weight_bytes, topk)
+    check_row_size(form.row_bytes)
     outs = None
     if out is not None:
         outs = list(out)
@@ -174,7 +184,7 @@ def prepare_dispatch(
         outs,
         num_tokens,
         topk,
-        RowFormat.of([row_bytes(x) for x in xs], weight_bytes, topk),
+        form,
     )
 
 

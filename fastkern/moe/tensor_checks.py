@@ -23,6 +23,12 @@ def aligned_row(num_bytes: int) -> int:
     return max(ALIGN, aligned(num_bytes))
 
 
+def check_row_size(num_bytes: int) -> None:
+    """Raise ValueError unless the kernels can count a row's bytes in 32 bits."""
+    if num_bytes >= 1 << 32:
+        raise ValueError(f"rows of {num_bytes} bytes: less than 4 GiB can be moved as one")
+
+
 def row_form(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's values, contiguous."""
     with torch.no_grad():

@@ -106,7 +106,8 @@ class Combiner {
                (!moe.bias || bias % (kMany * value_bytes(moe.bias_kind)) == 0);
     }
 
-    // [M] window row of the own rank, partial row of each other, or kNone; null: the own rank alone.
+    // [M] window row of the own rank, partial row of each other, or kNone; null: the own rank
+    // alone.
     FASTKERN_DEVICE const u32* rank_map(const SumRow& row) const {
         const Header& h = call_.header();
         if (item_.queue() == kSum) return call_.handle().touched + u64{row.row} * h.gpus_per_server;

@@ -273,9 +273,9 @@ FASTKERN_DEVICE void signal_all(const Call& call, const RunningItem<Call>& item)
     }
 }
 
-// A run of rows of an item, done by all teams; dispatches number rows in 32 bits, and a row has less
-// than 4 GiB. Those from `first` on of the list that route made
-// (pack, push), of the window (land, take) or of what has been received.
+// A run of rows of an item, done by all teams; dispatches number rows in 32 bits, and a row has
+// less than 4 GiB. Those from `first` on of the list that route made (pack, push), of the window
+// (land, take) or of what has been received.
 struct RowRun {
     u32 first;
     u32 target_row;  // pack, push: where the first one goes

@@ -5,7 +5,7 @@
 
 namespace fastkern {
 
-// What a block knows of its call. References lead to where the target keeps each thing.
+// What a block knows of its call.
 template <class TargetType, class TransportType>
 struct Call {
     using Target = TargetType;
@@ -92,7 +92,8 @@ FASTKERN_DEVICE inline void make_item(const TableView& table, u32 queue, u32 sta
     if (touched) item->num_rows = num_rows;
 }
 
-// The item that a block runs, read where the target keeps it, each time anew: it takes no registers.
+// The item that a block runs, read where the target keeps it, each time anew: it takes no
+// registers.
 template <class CallType>
 struct RunningItem {
     using Target = typename CallType::Target;

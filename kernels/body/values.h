@@ -1,8 +1,8 @@
 // The values of a row that one lane sums at a time, and the adding.
 //
 // Rows are of any type and may start anywhere. Example, 4 float sums a lane, a row of 6 bfloat16
-// values at a multiple of 8 bytes: lane 0 reads values 0 to 3 at once in 8 bytes; then lanes 0 and 1
-// read values 4 and 5. A row that starts elsewhere is read value by value.
+// values at a multiple of 8 bytes: lane 0 reads values 0 to 3 at once in 8 bytes; then lanes 0 and
+// 1 read values 4 and 5. A row that starts elsewhere is read value by value.
 #pragma once
 
 #include "kernels/body/number.h"
@@ -43,8 +43,9 @@ FASTKERN_DEVICE inline u64 pack_halves(const float* sums, u32 kind) {
     return halves;
 }
 
-// Loops have a constant number of rounds, so that devices keep the values in registers. More than one
-// value is read or written by one access where the target has such: rows are aligned accordingly.
+// Loops have a constant number of rounds, so that devices keep the values in registers. More than
+// one value is read or written by one access where the target has such: rows are aligned
+// accordingly.
 template <class Target, class Sum, u32 kCount>
 struct Values {
     static constexpr bool kWide = Target::kWide != 0 && kCount > 1;

@@ -1,4 +1,5 @@
-// CUDA entry, transport `peer`: every rank's heap is mapped here. One kernel sums floats, the other doubles.
+// CUDA entry, transport `peer`: every rank's heap is mapped here. One kernel sums floats, the other
+// doubles.
 #include "kernels/target/cuda.h"
 //
 #include "kernels/body/exchange.h"

@@ -60,8 +60,8 @@ struct CudaMemory {
 
 class CudaTarget {
   public:
-    // Read anew each time: what follows from it is computed where it is needed, instead of staying in
-    // registers during the whole kernel.
+    // Read anew each time: what follows from it is computed where it is needed, instead of staying
+    // in registers during the whole kernel.
     __device__ u32 lane() const {
         u32 lane;
         asm volatile("mov.u32 %0, %%tid.x;" : "=r"(lane));
@@ -113,8 +113,8 @@ class CudaTarget {
     __device__ const T& kept(const Make&) const {
         return shared<T>();
     }
-    // What was read through *p until here does not stay in registers: nor does it otherwise, in shared
-    // memory.
+    // What was read through *p until here does not stay in registers: nor does it otherwise, in
+    // shared memory.
     template <class T>
     static __device__ void forget(const T**) {}
     // The same address, known to be of memory that nobody writes during the kernel; of global

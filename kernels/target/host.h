@@ -2,8 +2,8 @@
 // thread.
 //
 // Every target supplies the same operations:
-//   lane num_lanes block barrier broadcast shared share keep kept forget constant global
-//   drain copy
+//   lane num_lanes block barrier drain copy
+//   broadcast shared share keep kept forget constant global
 //   team num_teams team_lane team_lanes team_copy team_rank team_pick team_read uniform pause now_ns
 //   load_relaxed load_acquire store_relaxed store_release fetch_add compare_and_swap
 //   kValues kWide load16 load8 store16 store8 product

@@ -2,8 +2,8 @@
 // devices.
 //
 // Every transport supplies:
-//   put(to, from, bytes, rank, slot)   all lanes: move bytes from this rank's data to the peer's, at
-//                                      offsets there, then raise the flag
+//   put(to, from, bytes, rank, slot)   all lanes: move bytes from this rank's data to the peer's,
+//                                      each at an offset, then raise the flag
 //   signal(rank, slot, value, tier, bytes)   one lane: raise a flag after the block's writes
 //   seen(slot, value)   one lane: has the flag been raised in this call? acquires
 //   peek(slot), stamp(value)   for error records

@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,15 +21,22 @@ from types import ModuleType
 
 import pytest
 
+from fastkern.device.compile_cuda import CUDA_OPTIONS
+from fastkern.device.compile_hip import HIP_FLAGS
+from tests.device_compile.listing import Kernel, hip_kernels, sass_kernels
+
 ROOT = Path(__file__).resolve().parents[2]
 # Entries by name, with their kernels. Each is a source for CUDA (.cu) and one for HIP (.hip).
 KERNELS = {
     "kernels/entry/exchange": ("fastkern_exchange",),
     "kernels/entry/dispatch": ("fastkern_dispatch",),
-    "kernels/entry/combine": ("fastkern_combine",),
+    "kernels/entry/combine": ("fastkern_combine", "fastkern_combine_float64"),
     "kernels/entry/route": ("fastkern_route_count", "fastkern_route_scan", "fastkern_route_fill"),
 }
 EXCHANGE, DISPATCH, COMBINE, ROUTE = KERNELS
+# Those that move rows between ranks; route only reads and writes what is its own.
+PERSISTENT = (EXCHANGE, DISPATCH, COMBINE)
+PRIMITIVES = "tests/device_compile/primitives"
 WEIGHTED_SUM = "tests/device_compile/weighted_sum"
 CUDA_ARCHES = ("sm_80", "sm_90", "sm_100")
 HIP_ARCHES = ("gfx90a", "gfx942", "gfx950")
@@ -86,7 +94,10 @@ class CudaBuild:
 
 
 def compile_cuda(entry: str, arch: str, root: Path = ROOT) -> CudaBuild:
-    """Compile the entry's .cu with NVRTC for `arch` ("sm_90"). Raises CompileError."""
+    """Compile the entry's .cu with NVRTC for `arch` ("sm_90"). Raises CompileError.
+
+    As a program does it, but for the positions of instructions in the sources, which change none.
+    """
     nvrtc = load("cuda.bindings.nvrtc", "cuda-bindings and nvidia-cuda-nvrtc")
 
     def read(what: str) -> bytes:
@@ -97,12 +108,14 @@ def compile_cuda(entry: str, arch: str, root: Path = ROOT) -> CudaBuild:
         assert status == nvrtc.nvrtcResult.NVRTC_SUCCESS, (what, status)
         return bytes(buffer)
 
-    name = f"{entry}.cu"  # its folder is searched first: one without headers of these names
+    name = f"{entry}.cu"
     source = (root / name).read_bytes()
     status, program = nvrtc.nvrtcCreateProgram(source, name.encode(), 0, [], [])
     assert status == nvrtc.nvrtcResult.NVRTC_SUCCESS, status
     try:
-        flags = [f"--gpu-architecture={arch}", "-std=c++17", f"-I{root}", "--ptxas-options=-v"]
+        assert CUDA_OPTIONS.keys() == {"std", "no_source_include"}, "spelled out here"
+        flags = [f"--gpu-architecture={arch}", f"-std={CUDA_OPTIONS['std']}", f"-I{root}"]
+        flags += ["--no-source-include", "--ptxas-options=-v", "-lineinfo"]
         encoded = [flag.encode() for flag in flags]
         (status,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
         log = read("ProgramLog").rstrip(b"\0").decode()
@@ -113,45 +126,52 @@ def compile_cuda(entry: str, arch: str, root: Path = ROOT) -> CudaBuild:
         nvrtc.nvrtcDestroyProgram(program)
 
 
-def disassemble_cuda(cubin: bytes, folder: Path) -> str:
-    """The SASS of a cubin."""
+def disassemble_cuda(cubin: bytes) -> str:
+    """The SASS of a cubin, with positions where it was compiled with them."""
     package = "nvidia-cuda-nvdisasm"
     try:
         files = importlib.metadata.files(package) or []
     except importlib.metadata.PackageNotFoundError:
         pytest.fail(f"no nvdisasm. {_how_to_install(package)}")
     (tool,) = (f.locate() for f in files if f.name in ("nvdisasm", "nvdisasm.exe"))
-    path = folder / "kernel.cubin"
-    path.write_bytes(cubin)
-    result = subprocess.run(
-        [str(tool), "-c", str(path)], capture_output=True, text=True, timeout=60, check=True
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        result = subprocess.run(
+            [str(tool), "-c", "-gi", str(path)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )
     return result.stdout
 
 
-def compile_hip(entry: str, arch: str, folder: Path, root: Path = ROOT) -> str:
-    """Compile the entry's .hip for `arch` ("gfx942") to assembly. Raises CompileError."""
+def compile_hip(entry: str, arch: str, root: Path = ROOT) -> str:
+    """Compile the entry's .hip for `arch` ("gfx942") to assembly. Raises CompileError.
+
+    As HIPRTC does it, but for the positions of instructions in the sources, which change none.
+    """
     load("ziglang", "ziglang")
-    output = folder / f"{arch}.s"
     command = [
         *(sys.executable, "-m", "ziglang", "clang", "-x", "hip", "-S"),
         *(f"--offload-arch={arch}", "--offload-device-only", "--no-gpu-bundle-output"),
-        *("-nogpulib", "-nogpuinc", "-O3", "-std=c++20", "-Wall", "-Wextra", "-Werror"),
-        *(f"-I{root}", str(root / f"{entry}.hip"), "-o", str(output)),
+        *("-nogpulib", "-nogpuinc", *HIP_FLAGS, "-gline-tables-only"),
+        *("-Wall", "-Wextra", "-Werror", f"-I{root}", str(root / f"{entry}.hip"), "-o", "-"),
     ]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     if result.returncode != 0:
         raise CompileError(result.stderr)
-    return output.read_text()
+    return result.stdout
 
 
-def compile_hip_object(entry: str, arch: str, folder: Path) -> bytes:
-    """Compile and link the entry for `arch` to a code object that could be loaded."""
-    relocatable, linked = folder / f"{arch}.o", folder / f"{arch}.hsaco"
+def link_hip(assembly: str, arch: str, folder: Path) -> bytes:
+    """Assemble and link a listing to a code object that could be loaded."""
+    source, relocatable, linked = (folder / f"{arch}.{end}" for end in ("s", "o", "hsaco"))
+    source.write_text(assembly)
     # By hand: clang would call a linker of its own name, which is not on the path.
-    compile_hip(entry, arch, folder)
     for command in (
-        ["clang", "--target=amdgcn-amd-amdhsa", f"-mcpu={arch}", "-c", f"{arch}.s"],
+        ["clang", "--target=amdgcn-amd-amdhsa", f"-mcpu={arch}", "-c", source.name],
         ["ld.lld", "-shared", "--no-undefined", relocatable.name, "-o", linked.name],
     ):
         subprocess.run(
@@ -160,7 +180,34 @@ def compile_hip_object(entry: str, arch: str, folder: Path) -> bytes:
     return linked.read_bytes()
 
 
+# What stands as it is gets compiled and read once per run, whoever asks for it.
+
+
 @functools.cache
 def cuda_build(entry: str, arch: str) -> CudaBuild:
-    """A CUDA entry as it stands, compiled once per run."""
     return compile_cuda(entry, arch)
+
+
+@functools.cache
+def cuda_sass(entry: str, arch: str) -> str:
+    return disassemble_cuda(cuda_build(entry, arch).cubin)
+
+
+@functools.cache
+def hip_assembly(entry: str, arch: str) -> str:
+    return compile_hip(entry, arch)
+
+
+@functools.cache
+def kernels_of(entry: str, arch: str) -> dict[str, Kernel]:
+    """The kernels of an entry by name, of SASS ("sm_90") or AMD assembly ("gfx942")."""
+    if arch.startswith("sm_"):
+        return sass_kernels(cuda_sass(entry, arch), ROOT)
+    return hip_kernels(hip_assembly(entry, arch), ROOT)
+
+
+def kernels_from(entry: str, arch: str, root: Path) -> dict[str, Kernel]:
+    """The same from other sources, below `root`."""
+    if arch.startswith("sm_"):
+        return sass_kernels(disassemble_cuda(compile_cuda(entry, arch, root).cubin), root)
+    return hip_kernels(compile_hip(entry, arch, root), root)

@@ -1,0 +1,221 @@
+"""Listings of compiled kernels: instructions, where each comes from, and the ways through them.
+
+PTX, SASS (nvdisasm -c -gi) and AMD assembly (-S -gline-tables-only) become the same thing.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+# Of an instruction: file below the root, line and function, of the innermost function first, then
+# of its callers, the kernel last.
+Frame = tuple[str, int, str]
+
+
+@dataclass(frozen=True)
+class Instruction:
+    text: str  # without address, comment and final semicolon
+    frames: tuple[Frame, ...] = ()
+
+    @property
+    def functions(self) -> tuple[str, ...]:
+        return tuple(function for _, _, function in self.frames)
+
+    @property
+    def may_do_nothing(self) -> bool:
+        """Does it depend on a predicate of its own? (A branch is passed either way.)"""
+        return self.text.startswith("@") and not re.match(r"@\S+ (?:BRA|EXIT|bra)\b", self.text)
+
+
+@dataclass
+class Kernel:
+    instructions: list[Instruction]
+    successors: list[list[int]] = field(repr=False)  # of each instruction
+
+    def find(self, pattern: str, function: str = "") -> set[int]:
+        """The instructions whose text, from the name on, begins like the pattern.
+
+        function: only those of a call to it, however deep.
+        """
+        begins = re.compile(rf"(?:@\S+ )?(?:{pattern})").match
+        return {
+            k
+            for k, found in enumerate(self.instructions)
+            if begins(found.text) and (not function or function in found.functions)
+        }
+
+    def texts(self, pattern: str, function: str = "") -> list[str]:
+        return [self.instructions[k].text for k in sorted(self.find(pattern, function))]
+
+    def after(self, starts: Iterable[int], without: Collection[int] = ()) -> set[int]:
+        """What can run after `starts`, on ways through none of `without`."""
+        reached: set[int] = set()
+        waiting = list(starts)
+        while waiting:
+            for k in self.successors[waiting.pop()]:
+                if k not in reached and k not in without:
+                    reached.add(k)
+                    waiting.append(k)
+        return reached
+
+    def in_loops(self, found: Iterable[int]) -> set[int]:
+        return {k for k in found if k in self.after([k])}
+
+    def can_miss(
+        self, steps: Sequence[set[int]], goal: set[int], starts: Collection[int] | None = None
+    ) -> bool:
+        """Is there a way to `goal` that does not take one of each of the steps, in this order?
+
+        starts: the ways begin after these; by default at the kernel's entry.
+        """
+        arriving = {0} if starts is None else {k for s in starts for k in self.successors[s]}
+        for step in steps:
+            seen: set[int] = set()
+            taken: set[int] = set()
+            waiting = list(arriving)
+            while waiting:
+                k = waiting.pop()
+                if k in seen:
+                    continue
+                seen.add(k)
+                if k in goal:
+                    return True
+                if k in step and not self.instructions[k].may_do_nothing:
+                    taken.add(k)
+                else:
+                    waiting.extend(self.successors[k])
+            arriving = {following for k in taken for following in self.successors[k]}
+        return False
+
+    def innermost_loops(self) -> list[list[str]]:
+        """Texts of the instructions from the target of a branch back to it, no such loop inside."""
+        loops = [
+            (target, k)
+            for k, targets in enumerate(self.successors)
+            for target in targets
+            if target <= k and len(targets) > 1
+        ]
+        return [
+            [found.text for found in self.instructions[first : last + 1]]
+            for first, last in loops
+            if not any(first <= a and b <= last for a, b in loops if (a, b) != (first, last))
+        ]
+
+
+def ptx_kernels(ptx: str) -> dict[str, Kernel]:
+    """The kernels of a PTX listing, by name; without frames."""
+    kernels = {}
+    for name, body in re.findall(r"\.entry (\w+)\([\s\S]*?\n\{\n([\s\S]*?)\n\}", ptx):
+        lines = [re.sub(r"\s+", " ", line.split("//")[0]).strip() for line in body.splitlines()]
+        kept = [line for line in lines if re.match(r"\$L__BB\w+:|(?:@\S+ )?[a-z]", line)]
+        kernels[name] = _kernel(
+            [(line.rstrip(";"), ()) for line in kept],
+            label=r"(\$L__BB\w+):",
+            branch=r"\bbra\S* (\$L__BB\w+)",
+            ends=r"ret\b|exit\b|trap\b|bra\b",
+        )
+    return kernels
+
+
+def sass_kernels(sass: str, root: Path) -> dict[str, Kernel]:
+    """The kernels of a SASS listing, by name. root: of their sources."""
+    kernels = {}
+    barrier = r"\bBSSY\S* (B\d+), `\((\.L_x_\d+)\)"
+    for part in re.split(r"^//-+ \.text\.", sass, flags=re.MULTILINE)[1:]:
+        lines: list[tuple[str, tuple[Frame, ...]]] = []
+        frames: list[Frame] = []
+        whole = True  # Are they? Then the next one belongs to other instructions.
+        joins = dict(re.findall(barrier, part))
+        for line in part.splitlines()[1:]:
+            if place := re.match(r'\s*//## File "([^"]+)", line (\d+)', line):
+                frames = [*([] if whole else frames), _frame(place[1], place[2], root)]
+                whole = False
+            elif code := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", line):
+                text = re.sub(r"\s+", " ", code[1])
+                if begun := re.search(barrier, text):
+                    joins[begun[1]] = begun[2]
+                elif ended := re.search(r"\bBSYNC\S* (B\d+)", text):
+                    # Lanes that waited for each other go on where the barrier said they would.
+                    text += f", `({joins[ended[1]]})"
+                lines.append((text, tuple(frames)))
+                whole = True
+            elif re.match(r"\.L_x_\d+:", line):
+                lines.append((line.strip(), ()))
+        kernels[part.split()[0]] = _kernel(
+            lines,
+            label=r"(\.L_x_\d+):",
+            branch=r"\b(?:BRA|CALL|BSYNC)\b.*`\((\.L_x_\d+)\)",
+            ends=r"EXIT\b|RET\b|BSYNC\b|BRA(?![\w.]* !?U?P\d)\b",
+        )
+    return kernels
+
+
+def hip_kernels(assembly: str, root: Path) -> dict[str, Kernel]:
+    """The kernels of an AMD listing, by name. root: of their sources."""
+    kernels = {}
+    for name in re.findall(r"\.amdhsa_kernel (\w+)", assembly):
+        body = re.search(rf"^{name}:[\s\S]*?^\.Lfunc_end\d+:", assembly, re.MULTILINE)
+        assert body, name
+        lines: list[tuple[str, tuple[Frame, ...]]] = []
+        frames: tuple[Frame, ...] = ()
+        for line in body[0].splitlines()[1:-1]:
+            code, _, comment = line.partition(";")
+            code = re.sub(r"\s+", " ", code).strip()
+            if code.startswith(".loc "):
+                places = re.findall(r"(/[^\s:]+):(\d+)", comment)
+                frames = tuple(_frame(file, row, root) for file, row in places)
+            elif re.match(r"\.LBB\w+:|[a-z]+_[a-z]", code):
+                lines.append((code, frames))
+        kernels[name] = _kernel(
+            lines,
+            label=r"(\.LBB\w+):",
+            branch=r"s_c?branch\w* (\.LBB\w+)",
+            ends=r"s_endpgm|s_setpc|s_branch\b",
+        )
+    return kernels
+
+
+def _kernel(
+    lines: list[tuple[str, tuple[Frame, ...]]], label: str, branch: str, ends: str
+) -> Kernel:
+    """label, branch: patterns whose first group is a label's name. ends: of instructions that the
+    next one does not follow."""
+    at: dict[str, int] = {}
+    instructions: list[Instruction] = []
+    for text, frames in lines:
+        if found := re.fullmatch(label, text):
+            at[found[1]] = len(instructions)
+        else:
+            instructions.append(Instruction(text, frames))
+    successors = []
+    for k, instruction in enumerate(instructions):
+        text = instruction.text
+        targets = [k + 1] if text.startswith("@") or not re.match(ends, text) else []
+        if found := re.search(branch, text):
+            targets.append(at[found[1]])
+        successors.append([target for target in targets if target < len(instructions)])
+    return Kernel(instructions, successors)
+
+
+def _frame(path: str, line: str, root: Path) -> Frame:
+    file = re.search(r"(?:planner|kernels/\w+|tests/device_compile)(?:/network)?/[^/]+$", path)
+    if file is None or line == "0":  # of a library; of more than one line
+        return path.rpartition("/")[2], int(line), "?"
+    return file[0], int(line), _functions(root, file[0])[int(line) - 1]
+
+
+@functools.cache
+def _functions(root: Path, file: str) -> list[str]:
+    """For each line of a source the function that it belongs to, "?" before the first."""
+    device = r"(?:FASTKERN_DEVICE|FASTKERN_HD|__device__|__global__)\b.*?\b(\w+)\((?!auto\))"
+    function = "?"
+    functions = []
+    for line in (root / file).read_text().splitlines():
+        if (found := re.search(device, line)) and not line.lstrip().startswith(("#", "//")):
+            function = found[1]
+        functions.append(function)
+    return functions
