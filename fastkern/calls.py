@@ -12,9 +12,9 @@ import torch
 from . import rounds
 from .config import Settings
 from .errors import HeapMemoryError
-from .host_runtime import HostRuntime
 from .planner import Plan, Policy, StageTable, Topology, plan
 from .records import OP_ALL_TO_ALL, OP_RESERVE, encode, row_bytes, verdict
+from .runtime import Runtime
 from .stats import CallStats
 from .tensors import RowCall
 
@@ -27,7 +27,7 @@ class CallRunner:
     """Runs calls of one rank, one at a time; keeps the last plan for the next equal one."""
 
     def __init__(
-        self, runtime: HostRuntime, rank: int, topology: Topology, settings: Settings
+        self, runtime: Runtime, rank: int, topology: Topology, settings: Settings
     ) -> None:
         self.runtime = runtime
         self._rank = rank
@@ -130,6 +130,6 @@ class CallRunner:
         for part in parts:
             table = self.plan(part.rows, num_bytes)[1]
             num_rows = int(part.rows[:, self._rank].sum())
-            received = torch.empty((num_rows, num_bytes), dtype=torch.uint8)
+            received = source.new_empty((num_rows, num_bytes))
             self._launch(table, rounds.gather(source, self._rank, traffic, part), received)
             rounds.scatter(target, received, self._rank, traffic, part)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta
+
+from .turns import Queued
 
 
 class Work:
     """A call in the queue of a communicator."""
 
-    def __init__(self, future: Future[None]) -> None:
+    def __init__(self, future: Queued[None]) -> None:
         self._future = future
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:

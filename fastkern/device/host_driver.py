@@ -50,13 +50,19 @@ class HostDriver:
     """Driver for the CPU. See driver.Driver.
 
     device: any number from 0; they share nothing. most_lanes: lanes of a block at most; each is a
-    thread. memory_bytes: what `allocate` gives out in all; by default what this machine has.
+    thread. memory_bytes: what `allocate` gives out in all; by default what this machine has. teams:
+    blocks consist of teams of lanes (`_host.lanes_of_team()`), so that kernels go the way they go
+    on devices; else each lane is a team.
     """
 
     target = "host"
 
     def __init__(
-        self, device: int = 0, most_lanes: int = 4, memory_bytes: int | None = None
+        self,
+        device: int = 0,
+        most_lanes: int = 4,
+        memory_bytes: int | None = None,
+        teams: bool = False,
     ) -> None:
         if device < 0:
             raise ValueError(f"device must be 0 or more, not {device}")
@@ -70,6 +76,7 @@ class HostDriver:
             most_lanes=most_lanes,
             memory_bytes=memory_bytes,
         )
+        self._teams = teams
         self._memory = HostMemory(memory_bytes)
         self._lock = threading.Lock()
         self._next_handle = _FIRST_HANDLE
@@ -223,7 +230,10 @@ class HostDriver:
             raise DriverError("launch", "invalid value", text)
         record = np.frombuffer(bytes(arguments), dtype=np.uint8)
         found.submit(
-            "launch", lambda: _host.launch_device_kernel(function.name, grid, num_lanes, record)
+            "launch",
+            lambda: _host.launch_device_kernel(
+                function.name, grid, num_lanes, record, self._teams
+            ),
         )
 
     def resident_blocks(self, function: Any, num_lanes: int) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..moe.dispatch_arguments import DispatchCall, DispatchOptions, prepare_dispatch
-from ..moe.handle import MetaInfo, header_of
+from ..moe.handle import header_of, padding_spans
 from .virtual_handle import VirtualHandle, planned, routed_handle
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ class Dispatch:
         """As every dispatch: weights 0 and indices -1 in padding, payloads zero on request."""
         call, info, moe = self._calls[rank], self.infos[rank], self.launch.moe[rank]
         zeros = bool(header_of(self.handle.starts[rank])["zero_padding"])
-        for first, end in padding_spans(info, self.handle.tokens_per_expert(rank).tolist()):
+        for first, end in padding_spans(self.handle.starts[rank]):
             clears = []
             if zeros:
                 sizes = call.format.part_bytes
@@ -196,17 +196,3 @@ class Dispatch:
         info = self.infos[rank]
         address = int(self.launch.moe[rank]["index_output"])
         return self._outputs.tensor(address, (info.num_recv_rows, info.topk), torch.int64)
-
-
-def padding_spans(info: MetaInfo, tokens_per_expert: Sequence[int]) -> list[tuple[int, int]]:
-    """Rows that a dispatch does not write, as (first, end) with first < end."""
-    spans, begin = [], 0
-    if info.layout == "expert":
-        for count in tokens_per_expert:
-            padded = -(-count // info.alignment) * info.alignment
-            spans.append((begin + count, begin + padded))
-            begin += padded
-    else:
-        begin = info.window_rows
-    spans.append((begin, info.num_recv_rows))
-    return [(first, end) for first, end in spans if first < end]

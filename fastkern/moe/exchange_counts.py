@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..host_runtime import HostRuntime
-from ..kernels import _host
 from ..planner import Topology
 from ..records import MOST_BODY_WORDS, OP_COUNTS, Words, agreed_bodies, encode_call
+from ..runtime import Runtime
+from .backend import Route
 from .counts import RouteCounts
 
 HEAD = 1  # word of a record before the counts: 1 + rows of `out`, 0 where none was given
 _COUNTS_PER_PAGE = 2 * (MOST_BODY_WORDS - HEAD)  # of 32 bits
 
 
-def count_page(route: _host.HostRoute, page: int) -> Words:
+def count_page(route: Route, page: int) -> Words:
     """The head, empty, and a page of this rank's counts."""
     part = route.totals[page * _COUNTS_PER_PAGE : (page + 1) * _COUNTS_PER_PAGE]
     words: Words = np.zeros(HEAD + -(-len(part) // 2), dtype=np.uint64)
@@ -27,7 +27,7 @@ def count_page(route: _host.HostRoute, page: int) -> Words:
     return words
 
 
-def all_counts(runtime: HostRuntime, route: _host.HostRoute, body: Words) -> Any:
+def all_counts(runtime: Runtime, route: Route, body: Words) -> Any:
     """Counts of all ranks [R, E + N + R]: in the records, and in further pages if need be."""
     total = len(route.totals)
     pages = [body]
@@ -43,7 +43,7 @@ def given_counts(
     num_experts: int,
     topology: Topology,
     rank: int,
-    route: _host.HostRoute,
+    route: Route,
 ) -> RouteCounts | None:
     """The caller's counts, checked against what this rank found; None if there are none."""
     if counts is None:

@@ -128,6 +128,21 @@ def tokens_per_expert(meta: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(counts.copy())
 
 
+def padding_spans(meta: torch.Tensor) -> list[tuple[int, int]]:
+    """Rows of recv_x that a dispatch does not write, as (first, end) with first < end."""
+    info = meta_info(meta)
+    spans, begin = [], 0
+    if info.layout == "expert":
+        for count in tokens_per_expert(meta).tolist():
+            padded = -(-count // info.alignment) * info.alignment
+            spans.append((begin + count, begin + padded))
+            begin += padded
+    else:
+        begin = info.window_rows
+    spans.append((begin, info.num_recv_rows))
+    return [(first, end) for first, end in spans if first < end]
+
+
 def slot_choice(meta: torch.Tensor) -> torch.Tensor:
     """int64 [num_recv_rows], expert layout: which choice (0..K-1) each row is; -1: padding."""
     info = meta_info(meta)

@@ -110,32 +110,6 @@ def handle_form(
     return HandleForm(header, first, counts)
 
 
-def new_handle(
-    call: DispatchCall,
-    route: _host.HostRoute,
-    counts: RouteCounts,
-    out_rows: Words,
-    plan: MoePlan,
-    origin: HandleOrigin,
-) -> torch.Tensor:
-    """The metadata of a dispatch, filled by route; arguments and errors as in `handle_form`."""
-    form = handle_form(call, counts, out_rows, plan, origin)
-    assert call.options is not None
-    first = form.first
-    meta = torch.empty(form.num_bytes // 8, dtype=torch.int64)
-    form.write_start(meta)
-    route.fill(
-        handle=meta.data_ptr(),
-        slot=first.slot,
-        window=first.window,
-        list=first.pack_list,
-        returned=first.returned,
-        partial=first.partial,
-        layout=LAYOUTS.index(call.options.layout),
-    )
-    return meta
-
-
 def _recv_rows(
     options: DispatchOptions,
     topk: int,

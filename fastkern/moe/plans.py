@@ -10,9 +10,8 @@ import numpy as np
 import torch
 
 from ..config import Settings
-from ..host_runtime import HostRuntime
-from ..kernels import _host
 from ..planner import MoePlan, Policy, StageTable, Topology, plan_moe
+from ..runtime import Runtime
 from ..stats import CallStats
 from .handle import array_of, header_of
 
@@ -22,7 +21,7 @@ _PLANS_KEPT = 256
 class PlanKeeper:
     """Plans and launches for one rank's dispatches and combines."""
 
-    def __init__(self, runtime: HostRuntime, topology: Topology, settings: Settings) -> None:
+    def __init__(self, runtime: Runtime, topology: Topology, settings: Settings) -> None:
         self._runtime = runtime
         self._topology = topology
         self._settings = settings
@@ -66,7 +65,7 @@ class PlanKeeper:
         if len(self._plans) > _PLANS_KEPT:
             self._plans.popitem(last=False)
 
-    def launch(self, table: StageTable, arguments: _host.MoeArgs, op: str) -> float:
+    def launch(self, table: StageTable, arguments: Any, op: str) -> float:
         """Reserve the heap, then run; returns when the heap was there."""
         need = max(1, table.data_layout().bytes)
         if need > self._settings.max_buffer_bytes:

@@ -11,16 +11,16 @@ import numpy as np
 import torch
 
 from ..config import Settings
-from ..host_runtime import HostRuntime
-from ..kernels import _host
 from ..planner import Topology
 from ..records import OP_COMBINE, OP_DISPATCH, Words, agreed_bodies, encode_call
+from ..runtime import Runtime
+from .backend import MoeBackend, Route
 from .combine_arguments import CombineCall
 from .counts import RouteCounts
 from .dispatch_arguments import DispatchCall, DispatchOptions
 from .exchange_counts import HEAD, all_counts, count_page, counts_hash, given_counts
-from .handle import NONE, MetaInfo, header_of, meta_info, tokens_per_expert
-from .make_handle import HandleOrigin, new_handle
+from .handle import NONE, MetaInfo, header_of, meta_info, padding_spans, tokens_per_expert
+from .make_handle import HandleOrigin, handle_form
 from .placement import Placement
 from .plans import PlanKeeper
 from .tensor_checks import with_target
@@ -41,9 +41,17 @@ class MoeRunner:
     """Runs the dispatches and combines of one rank; keeps the plans of recent handles."""
 
     def __init__(
-        self, runtime: HostRuntime, rank: int, topology: Topology, settings: Settings, tag: int
+        self,
+        runtime: Runtime,
+        backend: MoeBackend,
+        rank: int,
+        topology: Topology,
+        settings: Settings,
+        tag: int,
     ) -> None:
         self.num_ranks = topology.num_ranks
+        self.device = backend.device
+        self._backend = backend
         self._runtime = runtime
         self._rank = rank
         self._topology = topology
@@ -59,6 +67,7 @@ class MoeRunner:
             raise ValueError("handle: made by another communicator")
         if header["released"]:
             raise ValueError("handle: it has been released")
+        self._backend.check_handle(meta)
         return meta_info(meta)
 
     # -- dispatch ----------------------------------------------------------------------------------
@@ -70,7 +79,7 @@ class MoeRunner:
     ) -> DispatchResult:
         """Enter with `call`, or with what was wrong with this rank's arguments."""
         begin = time.perf_counter()
-        route: _host.HostRoute | None = None
+        route: Route | None = None
         given: RouteCounts | None = None
         if isinstance(call, DispatchCall) and call.meta is None:
             try:
@@ -96,29 +105,20 @@ class MoeRunner:
                 )
             plan = self._plans.make(known.to_server, known.to_rank, good.format.row_bytes)
             origin = HandleOrigin(self._tag, self._runtime.call, self._rank, self._topology)
-            meta = new_handle(good, route, known, body[:, 0], plan, origin)
+            form = handle_form(good, known, body[:, 0], plan, origin)
+            meta = self._backend.new_handle(good, form, route)
             self._plans.keep(origin.serial, plan)
             return self._deliver(good, meta, True, begin, entered)
 
         return self._runtime.guarded(finish)
 
-    def _route(self, call: DispatchCall) -> _host.HostRoute:
+    def _route(self, call: DispatchCall) -> Route:
         """Counts of this rank; raises ValueError naming the first index that is no expert's."""
         options = _options(call)
         placement = Placement(options.num_experts, self.num_ranks, options.expert_to_rank)
         idx = call.topk_idx
         assert idx is not None
-        route = _host.HostRoute(
-            topk_idx=idx.data_ptr(),
-            idx_bytes=idx.element_size(),
-            num_tokens=call.num_tokens,
-            topk=call.topk,
-            owner=placement.owner.tolist(),
-            local_index=placement.local_index.tolist(),
-            servers=self._topology.servers,
-            gpus_per_server=self._topology.gpus_per_server,
-            rank=self._rank,
-        )
+        route = self._backend.route(call, placement)
         if route.bad < idx.numel():
             token, k = divmod(route.bad, call.topk)
             raise ValueError(
@@ -130,7 +130,7 @@ class MoeRunner:
     def _enter_dispatch(
         self,
         call: DispatchCall | Exception,
-        route: _host.HostRoute | None,
+        route: Route | None,
         given: RouteCounts | None,
     ) -> Words:
         """All ranks' words, or the error that all raise."""
@@ -167,19 +167,19 @@ class MoeRunner:
         weights, weights_address = None, 0
         if call.weights is not None:
             shape = (rows,) if info.layout == "expert" else (rows, info.topk)
-            weights = torch.empty(shape, dtype=call.weights.dtype)
+            weights = call.weights.new_empty(shape)
             weights_address = weights.data_ptr()
         idx = None
         if info.layout == "rank":
-            idx = torch.empty((rows, info.topk), dtype=torch.int64)
-        _clear_padding(meta, info, targets, weights, idx)
-        arguments = _host.MoeArgs()
+            idx = call.xs[0].new_empty((rows, info.topk), dtype=torch.int64)
+        _clear_padding(meta, targets, weights, idx)
+        arguments = self._backend.arguments()
         for x, target, size, offset in zip(
             call.xs, targets, form.part_bytes, form.offsets, strict=True
         ):
             arguments.add_part(x.data_ptr(), target.data_ptr(), size, offset)
         arguments.set_dispatch(
-            handle=meta.data_ptr(),
+            handle=self._backend.handle_address(meta),
             header_offset=form.header_offset,
             record=record,
             weights_input=0 if call.weights is None else call.weights.data_ptr(),
@@ -229,10 +229,10 @@ class MoeRunner:
         planned = time.perf_counter()
         read = [call.expert_out, call.weights, call.bias, call.meta]
         result = with_target(call.out, num_tokens, call.expert_out, read)
-        arguments = _host.MoeArgs()
+        arguments = self._backend.arguments()
         value, wire, bias = call.kinds
         arguments.set_combine(
-            handle=call.meta.data_ptr(),
+            handle=self._backend.handle_address(call.meta),
             expert_out=call.expert_out.data_ptr(),
             row_weights=0 if call.weights is None else call.weights.data_ptr(),
             bias=0 if call.bias is None else call.bias.data_ptr(),
@@ -257,27 +257,14 @@ def _options(call: DispatchCall) -> DispatchOptions:
 
 def _clear_padding(
     meta: torch.Tensor,
-    info: MetaInfo,
     targets: list[torch.Tensor],
     weights: torch.Tensor | None,
     idx: torch.Tensor | None,
 ) -> None:
     """Padding: weights 0 and indices -1 always, payloads zero on request."""
-    header = header_of(meta)
-    per_expert = tokens_per_expert(meta).tolist()
-    spans, begin = [], 0
-    if info.layout == "expert":
-        for count in per_expert:
-            padded = -(-count // info.alignment) * info.alignment
-            spans.append((begin + count, begin + padded))
-            begin += padded
-    else:
-        begin = info.window_rows
-    spans.append((begin, info.num_recv_rows))
-    for first, end in spans:
-        if first == end:
-            continue
-        if header["zero_padding"]:
+    zeros = bool(header_of(meta)["zero_padding"])
+    for first, end in padding_spans(meta):
+        if zeros:
             for target in targets:
                 target[first:end].view(-1).view(torch.uint8).zero_()
         if weights is not None:

@@ -9,11 +9,10 @@ of the same operators, with the same gradients, as those of a plain call.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from contextvars import ContextVar
 from typing import Any, Generic, TypeVar
 
-from ..turns import Turns
+from ..turns import Queued, Turns
 
 T = TypeVar("T")
 _Taker = Callable[[Turns, Callable[[], Any]], Any]
@@ -24,7 +23,7 @@ _taker: ContextVar[_Taker | None] = ContextVar("fastkern_turn_taker", default=No
 class _Left(BaseException):
     """Thrown from an operation whose turn has been queued."""
 
-    def __init__(self, turns: Turns, future: Future[Any]) -> None:
+    def __init__(self, turns: Turns, future: Queued[Any]) -> None:
         super().__init__()
         self.turns, self.future = turns, future
 
@@ -52,7 +51,7 @@ class Pending(Generic[T]):
     Until `finish`, the communicator refuses other calls, and the tensors given must not be written.
     """
 
-    def __init__(self, turns: Turns, future: Future[Any], call: Callable[[], T]) -> None:
+    def __init__(self, turns: Turns, future: Queued[Any], call: Callable[[], T]) -> None:
         self._turns = turns
         self._future = future
         self._call: Callable[[], T] | None = call

@@ -4,6 +4,7 @@
 #include <stdexcept>
 
 #include "kernels/entry/host_threads.h"
+#include "kernels/target/host_team.h"
 //
 #include "kernels/body/exchange.h"
 #include "kernels/body/route.h"
@@ -23,29 +24,45 @@ Record read_record(const u8* arguments, u64 num_bytes) {
     return record;
 }
 
+struct Grid {
+    u32 num_blocks;
+    u32 num_lanes;
+    bool teams;
+};
+
 template <class Op>
-void run_exchange(const LaunchArgs& launch, u32 grid, u32 num_lanes) {
-    if (u64{launch.num_ranks} * launch.blocks_per_rank != grid)
+void run_exchange(const LaunchArgs& launch, const Grid& grid) {
+    if (u64{launch.num_ranks} * launch.blocks_per_rank != grid.num_blocks)
         throw std::invalid_argument("the grid is not blocks_per_rank blocks for each rank");
-    run_blocks(grid, num_lanes,
-               [&](const HostTarget& target) { run_launch<Op, MappedTransport>(target, launch); });
+    if (!grid.teams)
+        return run_blocks(grid.num_blocks, grid.num_lanes, [&](const HostTarget& target) {
+            run_launch<Op, MappedTransport>(target, launch);
+        });
+    constexpr u32 kTeam = HostTeamTarget::kTeam, kMost = HostTeamTarget::kMostTeams;
+    if (grid.num_lanes % kTeam || grid.num_lanes > kTeam * kMost)
+        throw std::invalid_argument("blocks must be 1 to 16 whole teams");
+    std::vector<HostTeam> teams(u64{grid.num_blocks} * kMost);
+    run_blocks(grid.num_blocks, grid.num_lanes, [&](const HostTarget& lane) {
+        const HostTeamTarget target(lane, teams.data() + u64{lane.block()} * kMost);
+        run_launch<Op, MappedTransport>(target, launch);
+    });
 }
 
 template <class Pass>
-void run_route(u64 num_items, u32 grid, u32 num_lanes, const Pass& pass) {
-    if (u64{grid} * num_lanes < num_items)
+void run_route(u64 num_items, const Grid& grid, const Pass& pass) {
+    if (u64{grid.num_blocks} * grid.num_lanes < num_items)
         throw std::invalid_argument("fewer lanes than units or keys");
     for (u64 k = 0; k < num_items; ++k) pass(k);
 }
 
 struct Kernel {
     const char* name;
-    void (*run)(const u8* arguments, u64 num_bytes, u32 grid, u32 num_lanes);
+    void (*run)(const u8* arguments, u64 num_bytes, const Grid& grid);
 };
 
 template <class Op>
-void launch_exchange(const u8* arguments, u64 num_bytes, u32 grid, u32 num_lanes) {
-    run_exchange<Op>(read_record<LaunchArgs>(arguments, num_bytes), grid, num_lanes);
+void launch_exchange(const u8* arguments, u64 num_bytes, const Grid& grid) {
+    run_exchange<Op>(read_record<LaunchArgs>(arguments, num_bytes), grid);
 }
 
 const Kernel kKernels[] = {
@@ -54,20 +71,20 @@ const Kernel kKernels[] = {
     {"fastkern_combine", launch_exchange<Combine<float>>},
     {"fastkern_combine_float64", launch_exchange<Combine<double>>},
     {"fastkern_route_count",
-     [](const u8* arguments, u64 num_bytes, u32 grid, u32 num_lanes) {
+     [](const u8* arguments, u64 num_bytes, const Grid& grid) {
          const auto args = read_record<RouteArgs>(arguments, num_bytes);
-         run_route(args.num_units, grid, num_lanes,
+         run_route(args.num_units, grid,
                    [&](u64 unit) { route_count(args, static_cast<u32>(unit)); });
      }},
     {"fastkern_route_scan",
-     [](const u8* arguments, u64 num_bytes, u32 grid, u32 num_lanes) {
+     [](const u8* arguments, u64 num_bytes, const Grid& grid) {
          const auto args = read_record<RouteArgs>(arguments, num_bytes);
-         run_route(route_keys(args), grid, num_lanes, [&](u64 key) { route_scan(args, key); });
+         run_route(route_keys(args), grid, [&](u64 key) { route_scan(args, key); });
      }},
     {"fastkern_route_fill",
-     [](const u8* arguments, u64 num_bytes, u32 grid, u32 num_lanes) {
+     [](const u8* arguments, u64 num_bytes, const Grid& grid) {
          const auto args = read_record<RouteArgs>(arguments, num_bytes);
-         run_route(args.num_units, grid, num_lanes,
+         run_route(args.num_units, grid,
                    [&](u64 unit) { route_fill(args, static_cast<u32>(unit)); });
      }},
 };
@@ -80,10 +97,13 @@ std::vector<std::string> device_kernel_names() {
     return names;
 }
 
-void launch_device_kernel(const std::string& name, u32 grid, u32 num_lanes, const u8* arguments,
-                          u64 num_bytes) {
+u32 lanes_of_team() { return HostTeamTarget::kTeam; }
+
+void launch_device_kernel(const std::string& name, u32 grid, u32 num_lanes, bool teams,
+                          const u8* arguments, u64 num_bytes) {
     for (const Kernel& kernel : kKernels)
-        if (name == kernel.name) return kernel.run(arguments, num_bytes, grid, num_lanes);
+        if (name == kernel.name)
+            return kernel.run(arguments, num_bytes, Grid{grid, num_lanes, teams});
     throw std::invalid_argument("no kernel is called " + name);
 }
 

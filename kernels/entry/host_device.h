@@ -11,10 +11,13 @@ namespace fastkern {
 
 std::vector<std::string> device_kernel_names();
 
+// Lanes of a team where `teams` is set.
+u32 lanes_of_team();
+
 // Runs grid blocks of num_lanes lanes of kernel `name` ("fastkern_exchange", ...) and returns when
-// it is over. arguments: the kernel's one parameter, a record of num_bytes. Throws
+// it is over; `teams`: with teams of several lanes, see target/host_team.h. arguments: the kernel's one parameter, a record of num_bytes. Throws
 // std::invalid_argument for an unknown name or a record of another size.
-void launch_device_kernel(const std::string& name, u32 grid, u32 num_lanes, const u8* arguments,
-                          u64 num_bytes);
+void launch_device_kernel(const std::string& name, u32 grid, u32 num_lanes, bool teams,
+                          const u8* arguments, u64 num_bytes);
 
 }  // namespace fastkern

@@ -84,13 +84,14 @@ void bind_device(nb::module_& m) {
         "num_ranks"_a, "num_slots"_a, "record_bytes"_a);
     m.def(
         "launch_device_kernel",
-        [](const std::string& name, u32 grid, u32 num_lanes, ArgumentBytes arguments) {
+        [](const std::string& name, u32 grid, u32 num_lanes, ArgumentBytes arguments, bool teams) {
             const u8* bytes = arguments.data();
             const u64 num_bytes = arguments.size();
             nb::gil_scoped_release release;
-            launch_device_kernel(name, grid, num_lanes, bytes, num_bytes);
+            launch_device_kernel(name, grid, num_lanes, teams, bytes, num_bytes);
         },
-        "name"_a, "grid"_a, "num_lanes"_a, "arguments"_a);
+        "name"_a, "grid"_a, "num_lanes"_a, "arguments"_a, "teams"_a = false);
+    m.def("lanes_of_team", &lanes_of_team);
 }
 
 }  // namespace fastkern

@@ -8,7 +8,17 @@
 
 namespace fastkern {
 
-// Teams of kLanes lanes (at least 16) take turns at tiles: kUnroll vectors of V for each lane,
+// Less than 16 bytes, by one team. (A loop would take registers, and most teams have no use for it.)
+template <class Memory, u32 kLanes>
+FASTKERN_DEVICE void copy_few(u32 lane, u8* to, const u8* from, u32 bytes) {
+    if constexpr (kLanes >= 16) {
+        if (lane < bytes) Memory::store(to + lane, Memory::load(from + lane));
+    } else {
+        for (u32 k = lane; k < bytes; k += kLanes) Memory::store(to + k, Memory::load(from + k));
+    }
+}
+
+// Teams of kLanes lanes take turns at tiles: kUnroll vectors of V for each lane,
 // which are all read before the first is written; neighbouring lanes touch neighbouring memory. All
 // teams share what is less than a tile. `to` and `from` are equal modulo sizeof(V); single bytes
 // lead up to the first aligned vector and follow the last one. Addresses are those of the team plus
@@ -26,9 +36,10 @@ FASTKERN_DEVICE void copy_vectors(u32 team, u32 num_teams, u32 lane, u8* to, con
         if (head > bytes) head = static_cast<u32>(bytes);
         const u32 rest = static_cast<u32>(bytes - head) % sizeof(V);
         const Size tail = bytes - rest;
-        if (team == 0 && lane < head) Memory::store(to + lane, Memory::load(from + lane));
-        if (team == 0 && lane < rest)
-            Memory::store(to + tail + lane, Memory::load(from + tail + lane));
+        if (team == 0) {
+            copy_few<Memory, kLanes>(lane, to, from, head);
+            copy_few<Memory, kLanes>(lane, to + tail, from + tail, rest);
+        }
         to += head;
         from += head;
         bytes = tail - head;

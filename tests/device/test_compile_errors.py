@@ -16,7 +16,7 @@ import pytest
 
 from fastkern.device.compile import COMPILERS, compile_entry, compile_with
 from fastkern.device.compile_cuda import CudaCompiler
-from fastkern.device.compile_hip import HipCompiler
+from fastkern.device.compile_hip import HIP_FLAGS, HipCompiler
 from fastkern.device.kernel_cache import KernelCache
 from fastkern.device.sources import EntrySource, entry_names, include_root, read_entry
 from fastkern.errors import CompileError, DeviceUnavailableError, FastkernError
@@ -230,7 +230,9 @@ def test_what_hiprtc_is_asked(thing: Callable[[str], EntrySource], rtc: HipRtc) 
         name.encode(): FILES[name].encode() for name in ("kernels/body/outer.h", "planner/table.h")
     }
     assert program.options == [
-        *(b"--offload-arch=gfx942:sramecc+:xnack-", b"-O3", b"-std=c++20", b"-DA=1", b"-DB="),
+        b"--offload-arch=gfx942:sramecc+:xnack-",
+        *(flag.encode() for flag in HIP_FLAGS),
+        *(b"-DA=1", b"-DB="),
     ]
     assert program.destroyed
 

@@ -26,9 +26,10 @@ class Instruction:
         return tuple(function for _, _, function in self.frames)
 
     @property
-    def may_do_nothing(self) -> bool:
-        """Does it depend on a predicate of its own? (A branch is passed either way.)"""
-        return self.text.startswith("@") and not re.match(r"@\S+ (?:BRA|EXIT|bra)\b", self.text)
+    def predicate(self) -> str:
+        """What decides whether it does anything ("@P0"), or "". Branches are passed either way."""
+        own = re.match(r"(@\S+) (?!BRA|EXIT|bra)", self.text)
+        return own[1] if own else ""
 
 
 @dataclass
@@ -70,9 +71,19 @@ class Kernel:
     ) -> bool:
         """Is there a way to `goal` that does not take one of each of the steps, in this order?
 
-        starts: the ways begin after these; by default at the kernel's entry.
+        starts: the ways begin after any of these; by default at the kernel's entry. What depends on
+        a predicate is no step, unless the start depends on the same one.
         """
-        arriving = {0} if starts is None else {k for s in starts for k in self.successors[s]}
+        if starts is not None:
+            return any(
+                self._can_miss(steps, goal, set(self.successors[k]), self.instructions[k].predicate)
+                for k in starts
+            )
+        return self._can_miss(steps, goal, {0}, "")
+
+    def _can_miss(
+        self, steps: Sequence[set[int]], goal: set[int], arriving: set[int], predicate: str
+    ) -> bool:
         for step in steps:
             seen: set[int] = set()
             taken: set[int] = set()
@@ -84,7 +95,7 @@ class Kernel:
                 seen.add(k)
                 if k in goal:
                     return True
-                if k in step and not self.instructions[k].may_do_nothing:
+                if k in step and self.instructions[k].predicate in ("", predicate):
                     taken.add(k)
                 else:
                     waiting.extend(self.successors[k])
@@ -166,7 +177,7 @@ def hip_kernels(assembly: str, root: Path) -> dict[str, Kernel]:
             code, _, comment = line.partition(";")
             code = re.sub(r"\s+", " ", code).strip()
             if code.startswith(".loc "):
-                places = re.findall(r"(/[^\s:]+):(\d+)", comment)
+                places = re.findall(r"([^\s@:]+):(\d+)", comment)
                 frames = tuple(_frame(file, row, root) for file, row in places)
             elif re.match(r"\.LBB\w+:|[a-z]+_[a-z]", code):
                 lines.append((code, frames))
@@ -216,6 +227,6 @@ def _functions(root: Path, file: str) -> list[str]:
     functions = []
     for line in (root / file).read_text().splitlines():
         if (found := re.search(device, line)) and not line.lstrip().startswith(("#", "//")):
-            function = found[1]
+            function = "kernel" if found[1].startswith("__") else found[1]  # attributes
         functions.append(function)
     return functions

@@ -138,10 +138,11 @@ struct Primitives {
         Target::store_release(args.pointers->word, args.number);
     }
     FASTKERN_DEVICE void fetch_add() const {
-        tell(Target::fetch_add(args.pointers->word, args.number));
+        tell(Target::fetch_add(args.pointers->words + target.lane(), args.number));
     }
     FASTKERN_DEVICE void compare_and_swap() const {
-        tell(Target::compare_and_swap(args.pointers->word, args.number, args.other));
+        tell(Target::compare_and_swap(args.pointers->words + target.lane(), args.number,
+                                      args.other));
     }
 
     FASTKERN_DEVICE void load16() const {
@@ -158,12 +159,11 @@ struct Primitives {
     FASTKERN_DEVICE void store8() const { tell(args.number); }
 
     FASTKERN_DEVICE void product() const {
-        const auto floats = reinterpret_cast<const float*>(args.pointers->from);
-        const auto doubles = reinterpret_cast<const double*>(args.pointers->from);
-        *reinterpret_cast<float*>(args.pointers->to) =
-            Target::product(floats[0], floats[1]) + floats[2];
-        *reinterpret_cast<double*>(args.pointers->word) =
-            Target::product(doubles[0], doubles[1]) + doubles[2];
+        const auto floats = reinterpret_cast<const float*>(Target::global(args.pointers->from));
+        const auto doubles = reinterpret_cast<const double*>(floats);
+        const float float_sum = Target::product(floats[0], floats[1]) + floats[2];
+        const double double_sum = Target::product(doubles[0], doubles[1]) + doubles[2];
+        *reinterpret_cast<double*>(Target::global(args.pointers->to)) = float_sum + double_sum;
     }
 
     // A number of each lane.
