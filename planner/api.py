@@ -36,6 +36,8 @@ class Topology:
     alpha_us: fixed cost of one put, microseconds.
     scale_up: "switch" (any rank at full rate to any other) or "mesh" (a link of
         scale_up_GBps / (M - 1) to each local peer, as on MI300X).
+    cross_rail: a rank can put to any rank of another server. False: only to its same-index peer;
+        then all-to-alls are never sent directly between servers.
 
     Raises ValueError naming the argument. Costs are rounded to whole picoseconds per KiB here and
     nowhere else: ranks that were given the same numbers make the same plans.
@@ -47,6 +49,7 @@ class Topology:
     scale_out_GBps: float = 50.0  # noqa: N815
     alpha_us: float = 5.0
     scale_up: Literal["switch", "mesh"] = "switch"
+    cross_rail: bool = True
     _core: Any = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -75,6 +78,7 @@ class Topology:
             float(self.scale_out_GBps),
             float(self.alpha_us),
             self.scale_up == "mesh",
+            bool(self.cross_rail),
         )
         object.__setattr__(self, "_core", core)
 

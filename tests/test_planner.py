@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastkern.planner import Topology, plan
+from fastkern.planner import Topology, plan, plan_moe
 from tests.reference import Case, traffic_matrices
 
 PAPER = np.array([[0, 1, 6, 4], [2, 0, 2, 7], [4, 5, 0, 3], [5, 5, 1, 0]])
@@ -278,3 +278,22 @@ def test_auto_goes_direct_on_a_flat_fabric() -> None:
     assert flat.policy == "direct"
     assert "as fast as scale-up" in flat.why[0]
     assert plan(traffic, Topology(2, 2, scale_up_GBps=8, scale_out_GBps=4), 1024).policy == "whole"
+
+
+def test_without_cross_rail_nothing_is_sent_directly_between_servers() -> None:
+    """Small calls too go by same-index peers; inside a server and on one rail there is a choice."""
+    rails = Topology(3, 2, cross_rail=False)
+    traffic = np.full((6, 6), 2)
+    assert plan(traffic, Topology(3, 2), 64).policy == "direct"
+    made = plan(traffic, rails, 64)
+    assert made.policy == "whole"
+    for rank in range(6):
+        assert {peer % 2 for peer, _ in made.puts(rank)} == {rank % 2}
+    for policy in ("direct", "spreadout"):
+        with pytest.raises(ValueError, match="cross_rail"):
+            plan(traffic, rails, 64, policy)
+        plan(traffic[:2, :2], Topology(1, 2, cross_rail=False), 64, policy)
+        plan(traffic[:3, :3], Topology(3, 1, cross_rail=False), 64, policy)
+        plan_moe(np.full((6, 3), 2), np.full((6, 6), 1), rails, 64, policy)
+    cheap = Topology(3, 2, scale_up_GBps=4, scale_out_GBps=4, cross_rail=False)
+    assert plan(traffic, cheap, 64).policy == "whole"

@@ -82,7 +82,7 @@ nb::dict constants() {
 }
 
 Topology make_topology(u32 servers, u32 gpus_per_server, double scale_up_gbps,
-                       double scale_out_gbps, double alpha_us, bool mesh) {
+                       double scale_out_gbps, double alpha_us, bool mesh, bool cross_rail) {
     Topology t;
     t.servers = servers;
     t.gpus_per_server = gpus_per_server;
@@ -91,6 +91,7 @@ Topology make_topology(u32 servers, u32 gpus_per_server, double scale_up_gbps,
     t.scale_out_cost = static_cast<u64>(std::llround(1024000.0 / scale_out_gbps));
     t.alpha_ps = static_cast<u64>(std::llround(alpha_us * 1e6));
     t.mesh = mesh;
+    t.cross_rail = cross_rail;
     return t;
 }
 
@@ -115,11 +116,11 @@ NB_MODULE(_core, m) {
     });
 
     nb::class_<Topology>(m, "Topology")
-        .def(
-            "__init__",
-            [](Topology* t, u32 servers, u32 gpus, double up, double out, double alpha, bool mesh) {
-                new (t) Topology(make_topology(servers, gpus, up, out, alpha, mesh));
-            })
+        .def("__init__",
+             [](Topology* t, u32 servers, u32 gpus, double up, double out, double alpha, bool mesh,
+                bool cross_rail) {
+                 new (t) Topology(make_topology(servers, gpus, up, out, alpha, mesh, cross_rail));
+             })
         .def_ro("scale_up_cost", &Topology::scale_up_cost)
         .def_ro("scale_out_cost", &Topology::scale_out_cost)
         .def_ro("alpha_ps", &Topology::alpha_ps);

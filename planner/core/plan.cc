@@ -27,7 +27,7 @@ u64 hash_inputs(const Plan& p) {
     const Topology& t = p.topology;
     for (const u64 word :
          {u64{kTableVersion}, u64{t.servers}, u64{t.gpus_per_server}, t.scale_up_cost,
-          t.scale_out_cost, t.alpha_ps, u64{t.mesh}, p.options.chunk_bytes,
+          t.scale_out_cost, t.alpha_ps, u64{t.mesh} | u64{t.cross_rail} << 1, p.options.chunk_bytes,
           u64{p.options.chunk_slots}, u64{p.options.credit_lead}, p.row_bytes, u64{p.policy}})
         h.add(word);
     for (const u64 rows : p.traffic.rows) h.add(rows);
@@ -74,12 +74,20 @@ void choose_order(Plan* plan, PolicyChoice choice) {
     const Traffic& t = plan->traffic;
     const u32 n = t.servers;
     const bool automatic = choice == PolicyChoice::kAuto;
+    // Tokens go by same-index peers in every order.
+    const bool can_shift =
+        plan->topology.cross_rail || plan->moe() || n == 1 || t.gpus_per_server == 1;
+    if (!can_shift && (choice == PolicyChoice::kDirect || choice == PolicyChoice::kSpreadout))
+        throw std::invalid_argument(
+            "direct and spreadout put to ranks of other rails, which this topology has not: "
+            "cross_rail is false");
     if (choice == PolicyChoice::kDirect || choice == PolicyChoice::kSpreadout) {
         plan->policy = static_cast<u32>(choice);
         plan->stage_rows = shift_stage_rows(t);
         return;
     }
-    if (automatic && n > 1 && plan->topology.scale_out_cost <= plan->topology.scale_up_cost) {
+    if (automatic && can_shift && n > 1 &&
+        plan->topology.scale_out_cost <= plan->topology.scale_up_cost) {
         plan->policy = kDirect;
         plan->stage_rows = shift_stage_rows(t);
         plan->why.push_back("direct: scale-out is as fast as scale-up, balancing gains nothing");
@@ -100,7 +108,7 @@ void choose_order(Plan* plan, PolicyChoice choice) {
     }
     for (const u64 c : column) longest = std::max(longest, c);
 
-    if (automatic && n > 1) {
+    if (automatic && can_shift && n > 1) {
         const u64 most_rows = direct_load(t);
         const u64 direct_ps =
             transfer_ps(most_rows * plan->row_bytes, plan->topology.scale_out_cost);

@@ -19,6 +19,7 @@ struct Topology {
     u64 scale_out_cost = 0;  // picoseconds per KiB and rank, between servers
     u64 alpha_ps = 0;        // fixed cost of one put
     bool mesh = false;       // scale-up is a full mesh of links (B1 / (M - 1) each), not a switch
+    bool cross_rail = true;  // a rank can put to any rank of another server, not only its peer
 
     u32 num_ranks() const { return servers * gpus_per_server; }
     bool same_server(u32 a, u32 b) const { return a / gpus_per_server == b / gpus_per_server; }
