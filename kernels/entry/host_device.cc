@@ -4,7 +4,6 @@
 #include <stdexcept>
 
 #include "kernels/entry/host_threads.h"
-#include "kernels/target/host_team.h"
 //
 #include "kernels/body/exchange.h"
 #include "kernels/body/route.h"
@@ -34,18 +33,8 @@ template <class Op>
 void run_exchange(const LaunchArgs& launch, const Grid& grid) {
     if (u64{launch.num_ranks} * launch.blocks_per_rank != grid.num_blocks)
         throw std::invalid_argument("the grid is not blocks_per_rank blocks for each rank");
-    if (!grid.teams)
-        return run_blocks(grid.num_blocks, grid.num_lanes, [&](const HostTarget& target) {
-            run_launch<Op, MappedTransport>(target, launch);
-        });
-    constexpr u32 kTeam = HostTeamTarget::kTeam, kMost = HostTeamTarget::kMostTeams;
-    if (grid.num_lanes % kTeam || grid.num_lanes > kTeam * kMost)
-        throw std::invalid_argument("blocks must be 1 to 16 whole teams");
-    std::vector<HostTeam> teams(u64{grid.num_blocks} * kMost);
-    run_blocks(grid.num_blocks, grid.num_lanes, [&](const HostTarget& lane) {
-        const HostTeamTarget target(lane, teams.data() + u64{lane.block()} * kMost);
-        run_launch<Op, MappedTransport>(target, launch);
-    });
+    run_blocks(grid.num_blocks, grid.num_lanes, grid.teams,
+               [&](const auto& target) { run_launch<Op, MappedTransport>(target, launch); });
 }
 
 template <class Pass>

@@ -10,8 +10,8 @@ namespace fastkern {
 
 namespace {
 
-template <class Transport>
-void run_op(const HostTarget& target, const Transport& transport, const KernelArgs& args) {
+template <class Target, class Transport>
+void run_op(const Target& target, const Transport& transport, const KernelArgs& args) {
     switch (view_table(args.table).header->op) {
         case kDispatch:
             return exchange_block<Dispatch>(target, transport, args);
@@ -24,15 +24,16 @@ void run_op(const HostTarget& target, const Transport& transport, const KernelAr
     }
 }
 
-void run_lane(const HostTarget& target, const KernelArgs& args, const LaunchOptions& options,
+template <class Target>
+void run_lane(const Target& target, const KernelArgs& args, const LaunchOptions& options,
               ShuffledQueue* queue) {
     switch (options.transport) {
         case HostTransport::kShm:
-            return run_op(target, MappedTransport<HostTarget>(target, args), args);
+            return run_op(target, MappedTransport<Target>(target, args), args);
         case HostTransport::kShaped:
-            return run_op(target, ShapedTransport<HostTarget>(target, args, options.rates), args);
+            return run_op(target, ShapedTransport<Target>(target, args, options.rates), args);
         case HostTransport::kShuffled:
-            return run_op(target, ShuffledTransport<HostTarget>(target, args, queue), args);
+            return run_op(target, ShuffledTransport<Target>(target, args, queue), args);
     }
 }
 
@@ -41,8 +42,8 @@ void run_lane(const HostTarget& target, const KernelArgs& args, const LaunchOpti
 bool launch_on_host(KernelArgs args, const LaunchOptions& options) {
     args.num_blocks = options.num_blocks;
     ShuffledQueue queue(options.seed * 1'000'003 + args.rank + (args.epoch << 20));
-    run_blocks(options.num_blocks, options.num_lanes,
-               [&](const HostTarget& target) { run_lane(target, args, options, &queue); });
+    run_blocks(options.num_blocks, options.num_lanes, options.teams,
+               [&](const auto& target) { run_lane(target, args, options, &queue); });
     return HostTarget::load_acquire(&args.controls[args.rank]->epoch) == args.epoch;
 }
 

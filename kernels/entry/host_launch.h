@@ -12,7 +12,8 @@ struct LaunchOptions {
     u32 num_lanes = 1;
     HostTransport transport = HostTransport::kShm;
     ShapedRates rates{};
-    u64 seed = 0;  // shuffled
+    u64 seed = 0;        // shuffled
+    bool teams = false;  // see target/host_team.h
 };
 
 // Runs one call of one rank and returns when it is over; args.num_blocks is taken from the options.

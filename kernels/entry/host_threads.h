@@ -3,10 +3,11 @@
 
 #include <atomic>
 #include <deque>
+#include <stdexcept>
 #include <thread>
 #include <vector>
 
-#include "kernels/target/host.h"
+#include "kernels/target/host_team.h"
 
 namespace fastkern {
 
@@ -38,6 +39,19 @@ void run_blocks(u32 num_blocks, u32 num_lanes, const Body& body) {
     start.store(Start::kGo, std::memory_order_release);
     body(HostTarget(&blocks[0], 0, 0));
     for (std::thread& t : threads) t.join();
+}
+
+// The same, `teams`: with teams of several lanes. body takes any target.
+template <class Body>
+void run_blocks(u32 num_blocks, u32 num_lanes, bool teams, const Body& body) {
+    if (!teams) return run_blocks(num_blocks, num_lanes, body);
+    constexpr u32 kTeam = HostTeamTarget::kTeam, kMost = HostTeamTarget::kMostTeams;
+    if (num_lanes % kTeam || num_lanes > kTeam * kMost)
+        throw std::invalid_argument("blocks must be 1 to 16 whole teams");
+    std::vector<HostTeam> all(u64{num_blocks} * kMost);
+    run_blocks(num_blocks, num_lanes, [&](const HostTarget& lane) {
+        body(HostTeamTarget(lane, all.data() + u64{lane.block()} * kMost));
+    });
 }
 
 }  // namespace fastkern

@@ -96,8 +96,9 @@ class CudaTarget {
     __device__ const T& share(const T& given) const {
         static_assert(sizeof(T) % 4 == 0, "copied by words");
         __shared__ T record;
+        const u32* const words = reinterpret_cast<const u32*>(constant(&given));
         for (u32 k = lane(); k < sizeof(T) / 4; k += num_lanes())
-            reinterpret_cast<u32*>(&record)[k] = reinterpret_cast<const u32*>(&given)[k];
+            reinterpret_cast<u32*>(&record)[k] = words[k];
         barrier();
         return record;
     }

@@ -6,8 +6,9 @@
 #include <cstdio>
 #include <cstdlib>
 
-#include "kernels/target/block_copy.h"
 #include "kernels/target/host.h"
+//
+#include "kernels/target/block_copy.h"
 
 namespace fastkern {
 

@@ -28,6 +28,8 @@ LaunchOptions random_options(Random& random) {
     LaunchOptions o;
     o.num_blocks = 1 + static_cast<u32>(random() % 3);
     o.num_lanes = 1 + static_cast<u32>(random() % 3);
+    o.teams = random() % 3 == 0;
+    if (o.teams) o.num_lanes = 4 * (1 + static_cast<u32>(random() % 2));
     o.transport = static_cast<HostTransport>(random() % 3);
     o.rates.ps_per_kib[kScaleUp] = 50'000;
     o.rates.ps_per_kib[kScaleOut] = 500'000;
