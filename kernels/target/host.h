@@ -94,12 +94,14 @@ class HostTarget {
     const T& share(const T& given) const {
         return given;
     }
-    // Values that are the same on all lanes, where keeping them is cheaper than making them again.
+    // Values that are the same on all lanes, one of each type: kept by each lane, which is a thread.
     template <class T>
-    void keep(const T&) const {}
+    void keep(const T& value) const {
+        kept_here<T>() = value;
+    }
     template <class T, class Make>
-    T kept(const Make& make) const {
-        return make();
+    const T& kept(const Make&) const {
+        return kept_here<T>();
     }
     // What was read through *p until here need not stay in registers.
     template <class T>
@@ -168,7 +170,7 @@ class HostTarget {
     u64 now_ns() const { return clock_ns(); }
 
     template <class Sum>
-    static constexpr u32 kValues = 16;  // values that a lane sums at a time
+    static constexpr u32 kValues = 256;  // values that a lane sums at a time
 
     // Are there accesses of 8 and 16 bytes that the compiler does not find itself? Here there are
     // not, and these are never called.
@@ -199,6 +201,12 @@ class HostTarget {
     }
 
   private:
+    template <class T>
+    static T& kept_here() {
+        static thread_local T value;
+        return value;
+    }
+
     static void cpu_relax() {
 #if defined(__x86_64__)
         __builtin_ia32_pause();
