@@ -109,8 +109,13 @@ class Picker {
             const Head& head = look.heads[q];
             claimed += head.item.ticket;
             if (head.verdict == kExhausted) continue;
-            u32& first = head.verdict == kCanRun ? best : stuck;
-            if (first == kNumQueues || head.time < look.heads[first].time) first = q;
+            const bool runs = head.verdict == kCanRun;
+            const u32 first = runs ? best : stuck;
+            if (first != kNumQueues && head.time >= look.heads[first].time) continue;
+            if (runs)
+                best = q;
+            else
+                stuck = q;
         }
         choice->decision = kLookAgain;
         if (call_.transport.aborted() || (best == kNumQueues && stuck == kNumQueues)) {
