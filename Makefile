@@ -110,7 +110,7 @@ perf: $(INSTALLED) ## measure planner and kernels
 
 wheel: $(INSTALLED) ## build an sdist and, from it, a wheel into dist/
 	rm -rf dist
-	$(PY) -m build --no-isolation --outdir dist .
+	$(PY) -m build --no-isolation --outdir dist --config-setting=cmake.define.FASTKERN_PREBUILD_GIN=AUTO .
 
 clean: ## remove build output and caches (.venv stays)
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

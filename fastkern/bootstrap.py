@@ -8,7 +8,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -49,8 +49,31 @@ def own_info(
     return RankInfo(host, dist.get_rank(), local_world_size, own_identity(), items, error)
 
 
+@runtime_checkable
+class Meeting(Protocol):
+    """What stands for a group among ranks that have a channel of their own (Entry)."""
+
+    rank: int
+    num_ranks: int
+
+    def gather_objects(self, value: T) -> list[T]:
+        """Every rank's value, in group order."""
+
+
+def rank_of(group: Any) -> int:
+    """This rank's number in a torch.distributed group, or a Meeting."""
+    return group.rank if isinstance(group, Meeting) else dist.get_rank(group)
+
+
+def size_of(group: Any) -> int:
+    """The number of ranks of a torch.distributed group, or a Meeting."""
+    return group.num_ranks if isinstance(group, Meeting) else dist.get_world_size(group)
+
+
 def gather(value: T, group: Any) -> list[T]:
-    """Every rank's value, in group order."""
+    """Every rank's value, in order of a torch.distributed group, or of a Meeting."""
+    if isinstance(group, Meeting):
+        return group.gather_objects(value)
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values

@@ -26,9 +26,7 @@ _MOST_ROUNDS = 1 << 16
 class CallRunner:
     """Runs calls of one rank, one at a time; keeps the last plan for the next equal one."""
 
-    def __init__(
-        self, runtime: Runtime, rank: int, topology: Topology, settings: Settings
-    ) -> None:
+    def __init__(self, runtime: Runtime, rank: int, topology: Topology, settings: Settings) -> None:
         self.runtime = runtime
         self._rank = rank
         self._topology = topology

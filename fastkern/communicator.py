@@ -15,8 +15,9 @@ import torch.distributed as dist
 from . import bootstrap, transports
 from .calls import CallRunner
 from .config import Settings, choose_settings
+from .device.backend import DeviceBackend, backend_name, check_backend, open_backend
 from .errors import FastkernError
-from .host_runtime import HostRuntime, RuntimeOptions
+from .make_runtime import runtime_on, shareable
 from .moe import exchanges
 from .moe import ops as moe_ops
 from .moe.buffers import WorstCase
@@ -27,6 +28,7 @@ from .moe.runner import MoeRunner
 from .moe.started import Pending, start
 from .moe.tensor_checks import aligned_row
 from .planner import Policy, Topology
+from .runtime import RuntimeOptions
 from .stats import CallStats
 from .tensors import RowCall, prepare
 from .transports import Transport
@@ -46,8 +48,14 @@ class Communicator:
     group: any torch.distributed group, by default the default one; used once, to get started.
     servers: number of servers N; ranks of a server are neighbours in the group. Detected if not
     given.
-    transport: "shm", "shaped", or a Transport with figures of its own.
-    policy: planner policy. num_blocks: blocks per launch. chunk_bytes: size that puts are cut into.
+    transport: "shm" or "shaped" for CPU tensors, "peer" for GPUs of one host, one for each rank; or
+    a Transport with figures of its own.
+    backend: "host", "cuda", "hip", or a Driver (fastkern.device.driver) that stays its owner's; by
+    default what the transport needs: the accelerator that torch was built for. On GPUs the rank's
+    device is torch's current one. All tensors of a call are on `device`; counts and handles'
+    metadata are on the CPU.
+    policy: planner policy. num_blocks: blocks per launch, by default 1, on a GPU a sixth of its
+    processors. chunk_bytes: size that puts are cut into.
     buffer_bytes: staging and window reserved per rank now, a hint: grows when a call needs more
     (see `buffer_bytes_for`). max_buffer_bytes: the most of it; a call that needs more is done in
     rounds, each moving a share of every pair's rows.
@@ -56,7 +64,22 @@ class Communicator:
     debug: validate every plan before it runs.
 
     Options not given come from the environment (fastkern.config). Raises AgreementError, ValueError
-    or FastkernError on every rank alike. One call runs at a time; later ones queue.
+    or FastkernError on every rank alike, DeviceUnavailableError where the backend lacks something.
+    One call runs at a time; later ones queue.
+
+    On GPUs. A call is ordered in the caller's current stream: it sees what came before there, its
+    outputs may be used in stream order after it returns, and its inputs overwritten. Calls in
+    different streams follow one another on the device. The host waits for the other ranks to enter,
+    and in a dispatch for this rank's counts, which means for all that is in the stream before it;
+    not for the rows. A call with async_op, and what *_start starts, runs beside what its caller
+    does next; wait() and finish() have the current stream wait, not the host. No call may be
+    captured into a graph.
+
+    Where errors appear: bad input and missing ranks in the call itself. A kernel that stands still
+    for progress_timeout_s gives up; that is a DeadlineError, with the WaitRecord of the rank that
+    gave up first, at the next call, or check(), of every rank, and a line in the log before that;
+    outputs then hold anything. A rank's time begins when its kernel does: where streams of ranks
+    lag behind one another, progress_timeout_s must be more than that.
     """
 
     def __init__(
@@ -65,6 +88,7 @@ class Communicator:
         *,
         servers: int | None = None,
         transport: str | Transport | None = None,
+        backend: Any = None,
         policy: Policy | None = None,
         num_blocks: int | None = None,
         chunk_bytes: int | None = None,
@@ -77,6 +101,7 @@ class Communicator:
         group = dist.group.WORLD if group is None else group
         given = {
             "transport": transport,
+            "backend": backend,
             "policy": policy,
             "num_blocks": num_blocks,
             "chunk_bytes": chunk_bytes,
@@ -86,25 +111,47 @@ class Communicator:
             "progress_timeout_s": progress_timeout_s,
             "debug": debug,
         }
-        settings, error = Settings(), None
+        settings, error, device = Settings(), None, None
         self.rank = dist.get_rank(group)
         self.num_ranks = dist.get_world_size(group)
         try:
             settings = choose_settings(given)
             if servers is not None:
                 bootstrap.given_servers(servers, self.num_ranks)
-        except (TypeError, ValueError) as failure:
-            error = failure  # the other ranks must learn of it
-        self.transport = transports.resolve(settings.transport)
+            self.transport = transports.resolve(settings.transport)
+            check_backend(settings.backend, self.transport)
+            device = open_backend(settings.backend, self.transport)
+        except (TypeError, ValueError, FastkernError) as failure:
+            error = shareable(failure)  # the other ranks must learn of it
+            settings = Settings()
+            self.transport = transports.resolve(settings.transport)
         agreement = {
             "version": __version__,
             "servers": servers,
             "transport": self.transport,
+            "backend": backend_name(settings.backend, self.transport),
             "policy": settings.policy,
             "chunk_bytes": settings.chunk_bytes,
             "buffer_bytes": settings.buffer_bytes,
             "max_buffer_bytes": settings.max_buffer_bytes,
         }
+        try:
+            self._assemble(group, servers, settings, agreement, error, device)
+        except BaseException:
+            if device is not None:
+                device.close()
+            raise
+
+    def _assemble(
+        self,
+        group: Any,
+        servers: int | None,
+        settings: Settings,
+        agreement: dict[str, Any],
+        error: Exception | None,
+        device: DeviceBackend | None,
+    ) -> None:
+        """Agree with the other ranks, then make what calls run on."""
         infos = bootstrap.gather(
             bootstrap.own_info(agreement, settings.local_world_size, error), group
         )
@@ -124,26 +171,28 @@ class Communicator:
             scale_up_GBps=self.transport.scale_up_GBps,
             scale_out_GBps=self.transport.scale_out_GBps,
             alpha_us=self.transport.alpha_us,
+            cross_rail=self.transport.capabilities.cross_rail,
         )
-        self._runtime = HostRuntime(
-            group,
-            self.rank,
-            self.topology,
-            [info.process for info in infos],
-            RuntimeOptions(
-                transport=self.transport,
-                num_blocks=settings.num_blocks,
-                buffer_bytes=settings.buffer_bytes,
-                entry_timeout_s=settings.entry_timeout_s or bootstrap.group_timeout_s(group),
-                progress_timeout_s=settings.progress_timeout_s,
-            ),
+        options = RuntimeOptions(
+            transport=self.transport,
+            num_blocks=settings.num_blocks,
+            buffer_bytes=settings.buffer_bytes,
+            entry_timeout_s=settings.entry_timeout_s or bootstrap.group_timeout_s(group),
+            progress_timeout_s=settings.progress_timeout_s,
         )
+        processes = [info.process for info in infos]
+        self._runtime, moe = runtime_on(device, group, self.rank, self.topology, processes, options)
         self._calls = CallRunner(self._runtime, self.rank, self.topology, settings)
         self.moe = MoeRunner(
-            self._runtime, self.rank, self.topology, settings, secrets.randbits(63)
+            self._runtime,
+            moe,
+            self.rank,
+            self.topology,
+            settings,
+            secrets.randbits(63),
         )
         self.exchange_number = exchanges.register(self)
-        self.turns = Turns(f"fastkern-{next(_numbers)}")
+        self.turns = Turns(f"fastkern-{next(_numbers)}", self._runtime.fork)
 
     # -- operations ------------------------------------------------------------------------------
 
@@ -157,8 +206,8 @@ class Communicator:
     ) -> Work | None:
         """Send the k-th part of `input` to rank k; receive its part for this rank into `output`.
 
-        output: [sum(output_split_sizes), ...], input: [sum(input_split_sizes), ...], CPU tensors of
-        one dtype, any strides; splits are rows along dimension 0, equal parts if not given.
+        output: [sum(output_split_sizes), ...], input: [sum(input_split_sizes), ...], tensors of one
+        dtype, any strides; splits are rows along dimension 0, equal parts if not given.
         Received parts stand in rank order. With async_op, returns a Work; `output` is filled after
         its wait().
 
@@ -167,7 +216,14 @@ class Communicator:
         """
         call: RowCall | Exception
         try:
-            call = prepare(output, input, output_split_sizes, input_split_sizes, self.num_ranks)
+            call = prepare(
+                output,
+                input,
+                output_split_sizes,
+                input_split_sizes,
+                self.num_ranks,
+                self.device,
+            )
         except Exception as error:  # the other ranks must learn of it
             call = error
         if async_op:
@@ -209,7 +265,8 @@ class Communicator:
 
         Returns recv_x [rows, ...] (a list if x is one), recv_topk_weights ([rows]; rank layout
         [rows, K], 0 for choices elsewhere; None without topk_weights), tokens_per_expert (int64
-        [own experts], without padding) and the handle, which in the rank layout has recv_topk_idx.
+        [own experts] on the CPU, without padding) and the handle, which in the rank layout has
+        recv_topk_idx.
 
         Can be differentiated in x and topk_weights; every rank must then take part in backward.
         Raises ValueError or TypeError, the same on every rank and before any byte moves.
@@ -269,7 +326,7 @@ class Communicator:
 
     def barrier(self) -> None:
         """Return when all ranks have called it: an exchange of nothing."""
-        nothing = torch.empty(0, dtype=torch.uint8)
+        nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
         self.all_to_all_single(nothing, nothing.clone())
 
     def check(self) -> None:
@@ -318,6 +375,11 @@ class Communicator:
     def forget_plan(self) -> None:
         """Plan the next call anew, even if it is equal to the last; for measurements."""
         self._calls.forget_plan()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors of calls are."""
+        return self._runtime.device
 
     @property
     def stats(self) -> CallStats:

@@ -10,6 +10,15 @@ from typing import Any
 from .planner.api import POLICY_NAMES
 from .transports import Transport, resolve
 
+BACKENDS = ("host", "cuda", "hip")
+# Where libraries are installed, as their own makers have it said.
+_PREFIXES = {
+    "cuda": ("CUDA_HOME", "CUDA_PATH"),
+    "nccl": ("NCCL_HOME",),
+    "nvshmem": ("NVSHMEM_HOME",),
+    "rocm": ("ROCM_PATH",),
+    "rocshmem": ("ROCSHMEM_HOME",),
+}
 _MOST = 1 << 62
 
 
@@ -17,17 +26,18 @@ _MOST = 1 << 62
 class Settings:
     """Defaults of a communicator; an argument given in code wins over each.
 
-    FASTKERN_TRANSPORT: "shm" (default) or "shaped".
+    FASTKERN_TRANSPORT: "shm" (default) or "shaped" for CPU tensors, "peer" for GPUs of one host.
+    FASTKERN_BACKEND: "host", "cuda" or "hip"; by default what the transport needs.
     FASTKERN_POLICY: planner policy, "auto" by default.
-    FASTKERN_NUM_BLOCKS: blocks per launch, 1 by default (host ranks usually outnumber cores).
+    FASTKERN_NUM_BLOCKS: blocks per launch; on the host 1 by default (ranks usually outnumber
+        cores), on a GPU a sixth of its processors.
     FASTKERN_CHUNK_BYTES: size a put is cut into, bytes.
     FASTKERN_BUFFER_BYTES: staging and window reserved per rank at creation, bytes; grows when
     needed.
     FASTKERN_MAX_BUFFER_BYTES: the most staging and window per rank, 4 GiB; a call that needs more
         is done in rounds.
     FASTKERN_ENTRY_TIMEOUT_S: how long to wait for ranks that have not entered a call; by default
-    the
-        process group's timeout.
+        the process group's timeout.
     FASTKERN_PROGRESS_TIMEOUT_S: how long a call that all ranks have entered may stand still, 30.
     FASTKERN_DEBUG: 1 validates every plan before it runs.
     LOCAL_WORLD_SIZE: ranks per server, as launchers set it.
@@ -35,7 +45,7 @@ class Settings:
 
     transport: str | Transport = "shm"
     policy: str = "auto"
-    num_blocks: int = 1
+    num_blocks: int | None = None
     chunk_bytes: int = 128 * 1024
     buffer_bytes: int = 1 << 20
     max_buffer_bytes: int = 4 << 30
@@ -43,6 +53,7 @@ class Settings:
     progress_timeout_s: float = 30.0
     debug: bool = False
     local_world_size: int | None = None
+    backend: Any = None  # a name, or a Driver
 
     def __post_init__(self) -> None:
         """Raises ValueError or TypeError naming the setting."""
@@ -53,6 +64,8 @@ class Settings:
             ("max_buffer_bytes", 1, _MOST),
         ):
             value = getattr(self, name)
+            if name == "num_blocks" and value is None:
+                continue
             if isinstance(value, bool) or not hasattr(value, "__index__"):
                 raise TypeError(f"{name} must be a whole number, not {value!r}")
             if not least <= value <= most:
@@ -62,6 +75,8 @@ class Settings:
             if value is not None and not value > 0:
                 raise ValueError(f"{name} must be above 0, not {value!r}")
         resolve(self.transport)
+        if isinstance(self.backend, str) and self.backend not in BACKENDS:
+            raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, not {self.backend!r}")
         if self.policy not in POLICY_NAMES:
             raise ValueError(
                 f"policy must be one of {', '.join(POLICY_NAMES)}, not {self.policy!r}"
@@ -85,6 +100,7 @@ def read_settings() -> Settings:
     """The settings of this process. Raises ValueError naming the variable."""
     given = {
         "transport": os.environ.get("FASTKERN_TRANSPORT") or None,
+        "backend": os.environ.get("FASTKERN_BACKEND") or None,
         "policy": os.environ.get("FASTKERN_POLICY") or None,
         "num_blocks": _number("FASTKERN_NUM_BLOCKS", int, 1),
         "chunk_bytes": _number("FASTKERN_CHUNK_BYTES", int, 1),
@@ -128,3 +144,21 @@ def read_cache_dir() -> Path | None:
     except RuntimeError:  # a user without a home
         return None
     return found if found.is_absolute() else None
+
+
+def read_prefix(library: str) -> Path | None:
+    """Where the environment says that a library is installed; None where it does not.
+
+    library: "cuda" (CUDA_HOME, CUDA_PATH), "nccl" (NCCL_HOME), "nvshmem" (NVSHMEM_HOME), "rocm"
+    (ROCM_PATH) or "rocshmem" (ROCSHMEM_HOME). The first variable that is not empty.
+    """
+    for name in _PREFIXES[library]:
+        if given := os.environ.get(name, "").strip():
+            return Path(given).absolute()
+    return None
+
+
+def read_compiler_environment() -> dict[str, str]:
+    """What nvcc is started with: this process's environment without what adds options to it."""
+    added = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
+    return {name: value for name, value in os.environ.items() if name not in added}

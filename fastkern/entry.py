@@ -40,7 +40,9 @@ class Entry:
     kernels on the host.
 
     call: entered so far. epoch: of the last launch, which the runtime counts: calls in rounds
-    launch more than once. op: of the last launch. host: the segment's words.
+    launch more than once. op: of the last launch. host: the segment's words, of kernels on the host
+    too. For kernels on devices: find_record: the record of one that gave up, for an operation and a
+    call. stop_kernels: tells all ranks' kernels that this rank has left.
     """
 
     def __init__(
@@ -55,10 +57,11 @@ class Entry:
         self.rank = rank
         self.num_ranks = num_ranks
         self.call = 0
+        self._meetings = 0  # calls, and what else is exchanged in between
         self.epoch = 0
         self.op = "all_to_all_single"
-        self.find_record: Callable[[str, int], WaitRecord | None] = self._host_record
-        self.stop_kernels: Callable[[], None] = _nothing
+        self.find_record: Callable[[str, int], WaitRecord | None] | None = None
+        self.stop_kernels: Callable[[], None] | None = None
         self._processes = processes
         self._timeout_s = timeout_s
         self._found: Exception | None = None  # and raised to nobody yet
@@ -105,11 +108,16 @@ class Entry:
         """Enter the next call and return all ranks' records [R, words], as long as this one's."""
         self.check()
         self.call += 1
-        self.host.post_record(self.call, record.view(np.uint8))
+        return self._meet(record, op)
+
+    def _meet(self, record: Words, op: str) -> Words:
+        self._meetings += 1
+        meeting = self._meetings
+        self.host.post_record(meeting, record.view(np.uint8))
         try:
             self.wait(
-                lambda: self.host.await_records(self.call, _SLICE_NS),
-                lambda: self.host.missing_records(self.call),
+                lambda: self.host.await_records(meeting, _SLICE_NS),
+                lambda: self.host.missing_records(meeting),
                 op,
                 "not entered by",
             )
@@ -117,11 +125,12 @@ class Entry:
             self.fail(error)
             raise
         records: Words = np.empty((self.num_ranks, len(record)), dtype=np.uint64)
-        self.host.read_records(self.call, records.reshape(-1).view(np.uint8))
+        self.host.read_records(meeting, records.reshape(-1).view(np.uint8))
         return records
 
     def gather_objects(self, value: T) -> list[T]:
         """Every rank's value, which must be small: a step of a call that all have entered."""
+        self.check()
         content = np.frombuffer(pickle.dumps(value), dtype=np.uint8)
         page_bytes = 8 * _PAGE_WORDS
         pages: list[Words] = []
@@ -131,13 +140,12 @@ class Entry:
             part = content[len(pages) * page_bytes :][:page_bytes]
             page[0] = len(content)
             page[1:].view(np.uint8)[: len(part)] = part
-            records = self.exchange(page, "exchange of addresses")
+            records = self._meet(page, "exchange of addresses")
             sizes = records[:, 0]
             pages.append(records[:, 1:])
         whole = np.ascontiguousarray(np.concatenate(pages, axis=1)).view(np.uint8)
         return [
-            pickle.loads(row[: int(size)].tobytes())
-            for row, size in zip(whole, sizes, strict=True)
+            pickle.loads(row[: int(size)].tobytes()) for row, size in zip(whole, sizes, strict=True)
         ]
 
     def wait(
@@ -150,7 +158,7 @@ class Entry:
             # A peer's kernel that gave up was in the call before the one we wait to enter.
             call = self.call - ("entered" in what)
             if outcome == "aborted":
-                record, ranks = self.find_record(op, call), tuple(missing())
+                record, ranks = self._record(op, call), tuple(missing())
                 if record is None and ranks:
                     self._break_if_lost(ranks, text)
                     origin = abort_origin(self.host.abort_word())
@@ -220,7 +228,7 @@ class Entry:
 
     def raise_aborted(self, op: str, call: int) -> NoReturn:
         """Raise what a kernel that gave up in this call has left, or who left."""
-        record = self.find_record(op, call)
+        record = self._record(op, call)
         if record is not None:
             self._break(DeadlineError(str(record), record))
         origin = abort_origin(self.host.abort_word())
@@ -231,13 +239,14 @@ class Entry:
     def close(self) -> None:
         """Let go of the segment; every later `check` raises."""
         self._broken = self._broken or FastkernError("closed")
-        self.find_record, self.stop_kernels = _no_record, _nothing
+        self.find_record = self.stop_kernels = None
         del self.host
         del self._control
 
     def _abort(self) -> None:
         self.host.abort_all(self.epoch)
-        self.stop_kernels()
+        if self.stop_kernels is not None:
+            self.stop_kernels()
 
     def _break(self, error: Exception) -> NoReturn:
         self._broken = error
@@ -251,19 +260,13 @@ class Entry:
             self._abort()
             self._break(PeerLostError(f"{text} {_listed(lost)}, whose process has ended"))
 
-    def _host_record(self, op: str, call: int) -> WaitRecord | None:
-        """Of the rank that aborted, if it was its kernel that gave up."""
+    def _record(self, op: str, call: int) -> WaitRecord | None:
+        """Of the rank whose kernel gave up, if it was a kernel that did."""
+        if self.find_record is not None:
+            return self.find_record(op, call)
         origin = abort_origin(self.host.abort_word())
         fields: dict[str, Any] = self.host.error(origin)
         return wait_record(op, call, origin, fields) if fields["written"] else None
-
-
-def _nothing() -> None:
-    """Kernels on the host look at the abort word themselves."""
-
-
-def _no_record(op: str, call: int) -> WaitRecord | None:
-    return None
 
 
 def _listed(ranks: Sequence[int]) -> str:

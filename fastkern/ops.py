@@ -63,7 +63,7 @@ def all_to_all_single(
     group: Any = None,
     async_op: bool = False,
 ) -> Work | None:
-    """As torch.distributed.all_to_all_single, for CPU tensors of any dtype; see Communicator.
+    """As torch.distributed.all_to_all_single, for tensors of any dtype; see Communicator.
 
     A rank outside `group` gets a warning and None, as in PyTorch.
     """

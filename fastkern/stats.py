@@ -13,7 +13,7 @@ class CallStats:
 
     plan: of the call, or of its whole where it was done in rounds; None where nothing moved.
     entry_s: until all ranks had entered and their counts were here. plan_s: planning and lowering.
-    grow_s: making a larger heap. kernel_s: the kernel, or all rounds.
+    grow_s: making a larger heap. kernel_s: the kernel, or all rounds; on a GPU, starting them.
     """
 
     plan: Plan | None

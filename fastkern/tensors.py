@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+CPU = torch.device("cpu")
+
 
 @dataclass
 class RowCall:
@@ -34,7 +36,7 @@ class RowCall:
         with torch.no_grad():
             self.source = self.input.detach().resolve_conj().resolve_neg().contiguous()
             direct = output.is_contiguous() and not output.is_conj() and not output.is_neg()
-            self.target = output if direct else torch.empty(output.shape, dtype=output.dtype)
+            self.target = output if direct else output.new_empty(output.shape)
             if direct and shares_bytes(self.source, output):
                 self.source = self.source.clone()
 
@@ -54,11 +56,17 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def prepare(
-    output: Any, input: Any, output_splits: Any, input_splits: Any, num_ranks: int
+    output: Any,
+    input: Any,
+    output_splits: Any,
+    input_splits: Any,
+    num_ranks: int,
+    device: torch.device = CPU,
 ) -> RowCall:
-    """Check one rank's arguments. Raises TypeError or ValueError naming the argument."""
+    """Check one rank's arguments, which must be on `device`. Raises TypeError or ValueError naming
+    the argument."""
     for name, tensor in (("output", output), ("input", input)):
-        _check_tensor(name, tensor)
+        _check_tensor(name, tensor, device)
     if output.dtype != input.dtype:
         raise TypeError(
             f"output is {dtype_name(output.dtype)} but input is {dtype_name(input.dtype)}"
@@ -84,11 +92,16 @@ def _shape(tensor: torch.Tensor) -> str:
     return str(list(tensor.shape))
 
 
-def _check_tensor(name: str, tensor: Any) -> None:
+def check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    """Raise TypeError unless the tensor is where the communicator's tensors are."""
+    if tensor.device != device:
+        raise TypeError(f"{name} is on {tensor.device}, this communicator takes {device} tensors")
+
+
+def _check_tensor(name: str, tensor: Any, device: torch.device) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, not {type(tensor).__name__}")
-    if tensor.device.type != "cpu":
-        raise TypeError(f"{name} is on {tensor.device}; only CPU tensors are supported so far")
+    check_device(name, tensor, device)
     if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
         raise TypeError(f"{name} must be a plain dense tensor: not sparse, nested or quantized")
     if tensor.dim() == 0:

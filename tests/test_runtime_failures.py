@@ -23,6 +23,7 @@ from fastkern import (
     PeerLostError,
     WaitRecord,
     bootstrap,
+    entry,
     host_runtime,
 )
 from fastkern.kernels import _host
@@ -320,7 +321,7 @@ def cannot_map(rank: int, num_ranks: int, which: str) -> Failure | None:
     with pytest.MonkeyPatch.context() as patch:
         if which == "control":
             if rank == 2:
-                patch.setattr(host_runtime, "_host", SimpleNamespace(**parts))
+                patch.setattr(entry, "_host", SimpleNamespace(**parts))
             return failure_of(Communicator)
         with Communicator(buffer_bytes=0, entry_timeout_s=5, progress_timeout_s=5) as comm:
             if rank == 2:

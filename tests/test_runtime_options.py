@@ -194,10 +194,12 @@ def test_settings_from_the_environment(environment: pytest.MonkeyPatch) -> None:
         "FASTKERN_PROGRESS_TIMEOUT_S": "2",
         "FASTKERN_DEBUG": "1",
         "LOCAL_WORLD_SIZE": "8",
+        "FASTKERN_BACKEND": "host",
     }
     for name, value in values.items():
         environment.setenv(name, value)
-    assert read_settings() == Settings("shaped", "whole", 3, 4096, 0, 77, 1.5, 2.0, True, 8)
+    expected = Settings("shaped", "whole", 3, 4096, 0, 77, 1.5, 2.0, True, 8, "host")
+    assert read_settings() == expected
     for name in values:
         environment.setenv(name, "")
     assert read_settings() == Settings()

@@ -12,9 +12,12 @@ from typing import Protocol
 from ..config import read_cache_dir
 from ..version import __version__
 from .compile_cuda import CudaCompiler
+from .compile_gin import GinCompiler, ready_image
 from .compile_hip import HipCompiler
+from .compile_nvshmem import NvshmemCompiler
+from .compile_rocshmem import RocshmemCompiler
 from .kernel_cache import KernelCache, key_of
-from .sources import EntrySource, entry_names, read_entry
+from .sources import NETWORKS, EntrySource, entry_names, image_name, read_entry, read_network_entry
 
 log = logging.getLogger("fastkern")
 
@@ -40,7 +43,14 @@ class Compiler(Protocol):
         ...
 
 
-COMPILERS: dict[str, Compiler] = {"cuda": CudaCompiler(), "hip": HipCompiler()}
+COMPILERS: dict[str, Compiler] = {
+    "cuda": CudaCompiler(),
+    "hip": HipCompiler(),
+    # By transport, where a library is compiled in.
+    "nvshmem": NvshmemCompiler(),
+    "nccl_gin": GinCompiler(),
+    "rocshmem": RocshmemCompiler(),
+}
 
 
 @functools.cache
@@ -56,18 +66,36 @@ def compile_entry(
     arch: str,
     defines: Mapping[str, str] | None = None,
     cache: KernelCache | None = None,
+    transport: str = "peer",
 ) -> bytes:
-    """The code of an entry, as the driver loads it: a cubin (CUDA) or a code object (HIP).
+    """The code of an entry, as the driver loads it: a cubin or fatbin (CUDA), a code object (HIP).
 
     entry: "exchange", "dispatch", "combine", "route", as in kernels/entry. target: "cuda" or "hip".
     arch: "sm_90", "gfx942". defines: macros with their values. cache: the process's own by default.
+    transport: "peer", or between servers "nvshmem", "nccl_gin" (CUDA), "rocshmem" (HIP), for which
+    all entries that move rows are one image (`sources.image_name`).
     No GPU is needed. Raises ValueError for unknown names, DeviceUnavailableError where no compiler
-    is installed, CompileError with the compiler's log.
+    or no library is installed, CompileError with the compiler's log, for symbols that the library
+    does not have too.
     """
-    entry_names(target)  # raises for an unknown target
-    return compile_with(
-        COMPILERS[target], read_entry(entry, target), arch, defines, cache or default_cache()
-    )
+    known = entry_names(target)  # raises for an unknown target
+    if entry not in known or image_name(entry, transport) == entry:
+        return compile_with(
+            COMPILERS[target], read_entry(entry, target), arch, defines, cache or default_cache()
+        )
+    if NETWORKS[transport] != target:
+        raise ValueError(f"transport {transport} is for {NETWORKS[transport]}, not for {target}")
+    source = read_network_entry(transport)
+    compiler = COMPILERS[transport]
+    if transport == "nccl_gin":
+        compiler.check_arch(arch)
+        image = ready_image(source, arch, dict(defines or {}))
+        if image is not None:
+            log.info(
+                "nccl_gin for %s: the image that came with fastkern, as there is no nvcc", arch
+            )
+            return image
+    return compile_with(compiler, source, arch, defines, cache or default_cache())
 
 
 def compile_with(

@@ -33,8 +33,8 @@ class CudaCompiler:
 
         Raises DeviceUnavailableError.
         """
-        core = _load("cuda.core")
-        nvrtc = _load("cuda.bindings.nvrtc")
+        core = load_module("cuda.core")
+        nvrtc = load_module("cuda.bindings.nvrtc")
         try:
             status, major, minor = nvrtc.nvrtcVersion()
         except RuntimeError as error:  # the library itself is missing
@@ -49,7 +49,7 @@ class CudaCompiler:
 
     def compile(self, source: EntrySource, arch: str, defines: dict[str, str]) -> bytes:
         """Raises CompileError, DeviceUnavailableError."""
-        core = _load("cuda.core")
+        core = load_module("cuda.core")
         options = core.ProgramOptions(
             name=source.file_name,
             arch=arch,
@@ -63,7 +63,8 @@ class CudaCompiler:
             raise CompileError(source.name, source.target, arch, str(error)) from error
 
 
-def _load(module: str) -> ModuleType:
+def load_module(module: str) -> ModuleType:
+    """Import a binding. Raises DeviceUnavailableError."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -19,7 +19,8 @@ class HipCompiler:
     """Compiles an entry to a code object."""
 
     name = "hiprtc"
-    flags = HIP_FLAGS  # HIPRTC adds -nogpuinc by itself
+    flags: tuple[str, ...] = HIP_FLAGS  # HIPRTC adds -nogpuinc by itself
+    what = "Code"  # or "Bitcode", as HIPRTC names what can be had of a program
 
     def check_arch(self, arch: str) -> None:
         """Raises ValueError unless `arch` is like "gfx942" or "gfx942:sramecc+:xnack-"."""
@@ -31,9 +32,9 @@ class HipCompiler:
 
         Raises DeviceUnavailableError.
         """
-        hip, rtc = _bindings()
-        major, minor = _values(_unavailable, rtc.hiprtcVersion)
-        (release,) = _values(_unavailable, hip.hipRuntimeGetVersion)
+        hip, rtc = bindings()
+        major, minor = values(_unavailable, rtc.hiprtcVersion)
+        (release,) = values(_unavailable, hip.hipRuntimeGetVersion)
         return f"{major}.{minor}, HIP {release}"
 
     def compile(self, source: EntrySource, arch: str, defines: dict[str, str]) -> bytes:
@@ -42,10 +43,10 @@ class HipCompiler:
         def failed(log: str) -> CompileError:
             return CompileError(source.name, source.target, arch, log)
 
-        _, rtc = _bindings()
+        _, rtc = bindings()
         # Handed over as text: what is compiled is what was read, and no directory is searched.
         headers = {path: text for path, text in source.files.items() if path != source.path}
-        (program,) = _values(
+        (program,) = values(
             failed,
             rtc.hiprtcCreateProgram,
             source.text.encode(),
@@ -59,20 +60,21 @@ class HipCompiler:
             flags += [f"-D{name}={value}" for name, value in defines.items()]
             (status,) = rtc.hiprtcCompileProgram(program, len(flags), [f.encode() for f in flags])
             if int(status) != 0:
-                (size,) = _values(failed, rtc.hiprtcGetProgramLogSize, program)
+                (size,) = values(failed, rtc.hiprtcGetProgramLogSize, program)
                 log = bytearray(size)
                 if size:
-                    _values(failed, rtc.hiprtcGetProgramLog, program, log)
+                    values(failed, rtc.hiprtcGetProgramLog, program, log)
                 raise failed(f"{status!r}\n{log.rstrip(bytes(1)).decode(errors='replace')}")
-            (size,) = _values(failed, rtc.hiprtcGetCodeSize, program)
+            (size,) = values(failed, getattr(rtc, f"hiprtcGet{self.what}Size"), program)
             code = bytearray(size)
-            _values(failed, rtc.hiprtcGetCode, program, code)
+            values(failed, getattr(rtc, f"hiprtcGet{self.what}"), program, code)
             return bytes(code)
         finally:
             rtc.hiprtcDestroyProgram(program.createRef())  # wants the address of the pointer
 
 
-def _bindings() -> tuple[Any, Any]:
+def bindings() -> tuple[Any, Any]:
+    """The modules hip.hip and hip.hiprtc. Raises DeviceUnavailableError."""
     try:
         from hip import hip, hiprtc
     except ImportError as error:
@@ -80,15 +82,15 @@ def _bindings() -> tuple[Any, Any]:
     return hip, hiprtc
 
 
-def _values(failed: Callable[[str], Exception], call: Any, *arguments: Any) -> tuple[Any, ...]:
+def values(failed: Callable[[str], Exception], call: Any, *arguments: Any) -> tuple[Any, ...]:
     """What a call returns after its status; `failed` makes the error to raise for a bad one."""
     try:
-        status, *values = call(*arguments)
+        status, *returned = call(*arguments)
     except RuntimeError as error:  # hip-python loads the library at its first call
         raise _unavailable(str(error)) from error
     if int(status) != 0:
         raise failed(f"{call.__name__}: {status!r}")
-    return tuple(values)
+    return tuple(returned)
 
 
 def _unavailable(what: str) -> DeviceUnavailableError:

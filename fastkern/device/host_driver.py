@@ -231,9 +231,7 @@ class HostDriver:
         record = np.frombuffer(bytes(arguments), dtype=np.uint8)
         found.submit(
             "launch",
-            lambda: _host.launch_device_kernel(
-                function.name, grid, num_lanes, record, self._teams
-            ),
+            lambda: _host.launch_device_kernel(function.name, grid, num_lanes, record, self._teams),
         )
 
     def resident_blocks(self, function: Any, num_lanes: int) -> int:

@@ -33,7 +33,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 
 from .. import bootstrap
 from ..errors import FastkernError
@@ -54,10 +53,10 @@ _POLL_S = 0.01
 class SymmetricHeap:
     """One rank's heap, its peers' as mapped here, and the tables of their addresses.
 
-    Made, grown and closed by all ranks of `group`, the first two together. num_slots: flags per
-    rank (`flag_slots`). record_bytes: payload of a rank's record. data_bytes: staging and window of
-    each rank at first, rounded up to 2 MiB. provider: how memory is shared, `IpcPeerMemory` if not
-    given.
+    Made, grown and closed by all ranks of `group`, the first two together. group: of
+    torch.distributed, or a bootstrap.Meeting. num_slots: flags per rank (`flag_slots`).
+    record_bytes: payload of a rank's record. data_bytes: staging and window of each rank at first,
+    rounded up to 2 MiB. provider: how memory is shared, `IpcPeerMemory` if not given.
 
     Control words are zero before any peer has mapped them, and nobody zeroes them later. Ranks that
     cannot be mapped (on other hosts) have null addresses: a network transport serves them.
@@ -75,8 +74,8 @@ class SymmetricHeap:
         provider: PeerMemory | None = None,
     ) -> None:
         release_leftovers()
-        self.rank = dist.get_rank(group)
-        self.num_ranks = dist.get_world_size(group)
+        self.rank = bootstrap.rank_of(group)
+        self.num_ranks = bootstrap.size_of(group)
         self.data_bytes = 0
         self.layout: dict[str, int] = _host.control_layout(self.num_ranks, num_slots, record_bytes)
         self._driver = driver

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-import torch.distributed as dist
-
 from .. import bootstrap
 from ..errors import FastkernError
 from .driver import Driver
@@ -60,8 +58,8 @@ class IpcPeerMemory:
     def __init__(self, driver: Driver, group: Any, local_ranks: Sequence[int]) -> None:
         self._driver = driver
         self._group = group
-        self._rank = dist.get_rank(group)
-        self._num_ranks = dist.get_world_size(group)
+        self._rank = bootstrap.rank_of(group)
+        self._num_ranks = bootstrap.size_of(group)
         self._peers = [r for r in local_ranks if r != self._rank]
 
     def open(self, num_bytes: int, zero: bool) -> PeerRegion:

@@ -12,8 +12,7 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
-import torch.distributed as dist
-
+from .. import bootstrap
 from ..heap import ProcessIdentity, fresh_name, remove_leftovers
 from ..kernels import _host
 from .together import together
@@ -28,7 +27,7 @@ class Presence:
     def __init__(
         self, group: Any, hosts: Sequence[str], processes: Sequence[ProcessIdentity]
     ) -> None:
-        self.rank = dist.get_rank(group)
+        self.rank = bootstrap.rank_of(group)
         self.local_ranks = [r for r, host in enumerate(hosts) if host == hosts[self.rank]]
         self._processes = processes
         num_bytes = 8 * len(hosts)

@@ -40,6 +40,12 @@ LAUNCH_ARGS = DTYPES["LaunchArgs"]
 ROUTE_ARGS = DTYPES["RouteArgs"]
 
 
+def offset_of(dtype: np.dtype[Any], field: str) -> int:
+    """Bytes before a field of a record."""
+    fields: Any = dtype.fields
+    return int(fields[field][1])
+
+
 def new_record(dtype: np.dtype[Any], **fields: Any) -> Any:
     """One record, zero but for the fields given."""
     record: Any = np.zeros((), dtype=dtype)

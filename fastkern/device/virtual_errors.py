@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import DeadlineError, FastkernError, WaitRecord
-from ..planner.table import QUEUES, VALUE_BITS
+from ..errors import DeadlineError, FastkernError
+from ..wait_records import abort_epoch, abort_origin, wait_record
 from .records import CONTROL
 
-_WRITTEN = 2  # RecordState in kernels/body/args.h
+RECORD_WRITTEN = 2  # RecordState in kernels/body/args.h
 
 
 def control_record(raw: npt.NDArray[np.uint8]) -> Any:
@@ -39,25 +39,9 @@ def launch_error(controls: list[Any], op: str, expected_epoch: int) -> FastkernE
 
 def _aborted(controls: list[Any], words: list[int], op: str) -> FastkernError:
     word = next(w for w in words if w)
-    origin = (word & ((1 << VALUE_BITS) - 1)) - 1
+    origin = abort_origin(word)
     record = controls[origin]["record"]
-    if int(record["state"]) != _WRITTEN:
+    if int(record["state"]) != RECORD_WRITTEN:
         return DeadlineError(f"{op}: rank {origin} gave up, and left no record of what it awaited")
-    queue = int(record["queue"])
-    wait = WaitRecord(
-        op=op,
-        call=word >> VALUE_BITS,
-        rank=origin,
-        peer=int(record["peer"]),
-        item=(*QUEUES, "end of its puts")[queue],
-        stage=int(record["stage"]),
-        chunk=int(record["chunk"]),
-        expected=_call_and_value(int(record["expected"])),
-        seen=_call_and_value(int(record["seen"])),
-        waited_s=int(record["waited_ns"]) * 1e-9,
-    )
+    wait = wait_record(op, abort_epoch(word), origin, record)
     return DeadlineError(str(wait), wait)
-
-
-def _call_and_value(flag: int) -> tuple[int, int]:
-    return flag >> VALUE_BITS, flag & ((1 << VALUE_BITS) - 1)

@@ -1,4 +1,4 @@
-"""The kernels of a virtual cluster: loaded when first needed, and held to what a device can hold.
+"""The kernels of a process: loaded when first needed, and held to what a device can hold.
 
 Blocks of a persistent kernel wait for one another, so all blocks of all ranks must be on the device
 at once: a launch of more would never end.
@@ -6,9 +6,11 @@ at once: a launch of more would never end.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
+from .compile import compile_entry
 from .driver import Driver
 
 # Kernels by the entry that holds them, see kernels/entry.
@@ -27,6 +29,14 @@ _PERSISTENT = (
     "fastkern_combine",
     "fastkern_combine_float64",
 )
+
+
+def default_load(driver: Driver) -> Callable[[str], bytes]:
+    """Images compiled for the driver's device, through the cache of compiled kernels."""
+    if driver.target == "host":
+        return lambda entry: b""  # the host target is part of the package
+    architecture = driver.properties().architecture
+    return functools.partial(compile_entry, target=driver.target, arch=architecture)
 
 
 class Kernels:

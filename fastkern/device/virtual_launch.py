@@ -1,4 +1,4 @@
-"""One prepared launch of a virtual cluster: tables and arguments of all ranks in one block.
+"""One prepared launch: tables and arguments of all ranks that are here in one block.
 
 The block lies in pinned memory and, at the same offsets, in device memory:
 KernelArgs[R] | MoeArgs[R] | table of rank 0 | table of rank 1 | ..., tables from multiples of 256
@@ -46,7 +46,8 @@ class PreparedLaunch:
     """Tables, arguments and the kernel that reads them; may be launched any number of times.
 
     kernel: its name. args, moe: [R] records in the pinned block, to be changed between launches.
-    room_bytes: for each rank's table; by default as much as it has.
+    room_bytes: for each rank's table; by default as much as it has. first_rank: the ranks are those
+    from here on, and so many as there are tables: one in a process with a device of its own.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class PreparedLaunch:
         common: CommonArgs,
         tables: Sequence[StageTable],
         room_bytes: int = 0,
+        first_rank: int = 0,
     ) -> None:
         self.kernel = kernel
         self.num_ranks = len(tables)
@@ -81,10 +83,10 @@ class PreparedLaunch:
         self.args: Any = self._view[:args_bytes].view(KERNEL_ARGS)
         self.moe: Any = self._view[args_bytes : args_bytes + moe_bytes].view(MOE_ARGS)
         for rank in range(self.num_ranks):
-            self.args[rank] = self._args_of(rank, args_bytes)
+            self.args[rank] = self._args_of(rank, args_bytes, first_rank)
         self.set_tables(tables)
 
-    def _args_of(self, rank: int, moe_at: int) -> Any:
+    def _args_of(self, rank: int, moe_at: int, first_rank: int) -> Any:
         common = self._common
         record = new_record(
             KERNEL_ARGS,
@@ -95,7 +97,7 @@ class PreparedLaunch:
             moe=self.address + moe_at + rank * MOE_ARGS.itemsize,
             progress_ns=common.progress_ns,
             num_blocks=common.num_blocks,
-            rank=rank,
+            rank=first_rank + rank,
         )
         if common.traces:
             record["trace"], record["trace_count"] = common.traces[rank]

@@ -11,20 +11,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ..moe.counts import FirstRows, RouteCounts
 from ..moe.dispatch_arguments import DispatchCall
 from ..moe.handle import LAYOUTS
 from ..moe.placement import Placement
-from .records import ROUTE_ARGS, new_record
+from .route_records import base_rows, launch_route, num_keys, num_units, route_record
 
 if TYPE_CHECKING:
     from .virtual_runtime import VirtualRuntime
-
-TOKENS_PER_UNIT = 8
-_MOST_UNITS = 1024
-_LANES = 64  # a lane does a unit or a key by itself: blocks on many processors, not large ones
 
 
 class DeviceRoute:
@@ -40,8 +35,8 @@ class DeviceRoute:
         self._calls = calls
         self._memory = cluster.allocations()
         self._topology = cluster.topology
-        self._num_keys = placement.num_experts + self._topology.servers + len(calls)
-        self._num_units = [_num_units(call.num_tokens) for call in calls]
+        self._num_keys = num_keys(placement, self._topology)
+        self._num_units = [num_units(call.num_tokens) for call in calls]
         try:
             self._args = self._make_args(placement)
         except BaseException:
@@ -63,23 +58,17 @@ class DeviceRoute:
         for rank, (call, units) in enumerate(zip(self._calls, self._num_units, strict=True)):
             assert call.topk_idx is not None
             made.append(
-                new_record(
-                    ROUTE_ARGS,
+                route_record(
+                    call,
+                    placement,
+                    self._topology,
+                    rank,
                     topk_idx=put(call.topk_idx, "topk_idx"),
-                    num_tokens=call.num_tokens,
                     owner=owner,
                     local_index=local_index,
                     counts=empty(units * self._num_keys * 8, "counts"),
                     totals=self._totals + rank * self._num_keys * 8,
                     bad=self._bad[rank],
-                    idx_bytes=call.topk_idx.element_size(),
-                    topk=call.topk,
-                    num_experts=placement.num_experts,
-                    num_ranks=num_ranks,
-                    servers=self._topology.servers,
-                    gpus_per_server=self._topology.gpus_per_server,
-                    rank=rank,
-                    num_units=units,
                 )
             )
         return made
@@ -117,29 +106,12 @@ class DeviceRoute:
             assert call.options is not None
             args["handle"] = address
             args["layout"] = LAYOUTS.index(call.options.layout)
-            for name, rows in (
-                ("slot_base", first.slot),
-                ("window_base", first.window),
-                ("list_base", first.pack_list),
-                ("return_base", first.returned),
-                ("partial_base", first.partial),
-            ):
-                args[name] = self._memory.filled(_words(rows), name)
+            for name, rows in base_rows(first):
+                args[name] = self._memory.filled(rows, name)
             self._launch("fastkern_route_fill", args, int(args["num_units"]))
         self._cluster.driver.synchronize(self._cluster.stream)
         self._memory.check_guards()
 
     def _launch(self, kernel: str, args: Any, num_items: int) -> None:
         cluster = self._cluster
-        lanes = min(_LANES, cluster.driver.properties().most_lanes)
-        function = cluster.kernels.get(kernel, lanes)
-        grid = -(-num_items // lanes)
-        cluster.driver.launch(function, grid, lanes, cluster.stream, args.tobytes())
-
-
-def _num_units(num_tokens: int) -> int:
-    return min(max(1, -(-num_tokens // TOKENS_PER_UNIT)), _MOST_UNITS)
-
-
-def _words(rows: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    return np.ascontiguousarray(rows, dtype=np.uint64)
+        launch_route(cluster.driver, cluster.kernels, kernel, args, num_items, cluster.stream)

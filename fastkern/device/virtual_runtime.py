@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -15,12 +14,11 @@ from ..errors import FastkernError
 from ..planner import Policy, StageTable, Topology
 from ..planner.api import DEFAULT_CHUNK_BYTES, DEFAULT_CHUNK_SLOTS
 from ..planner.table import flag_slots
-from .compile import compile_entry
 from .driver import Driver, DriverError
 from .memory import SliceHeap
 from .records import CONTROL, TRACE_EVENT
 from .virtual_errors import control_record, launch_error
-from .virtual_kernels import Kernels
+from .virtual_kernels import Kernels, default_load
 from .virtual_launch import CommonArgs, PreparedLaunch, epoch_after
 from .virtual_memory import Allocations, Copier
 
@@ -74,9 +72,7 @@ class VirtualRuntime:
             made.callback(driver.destroy_stream, self.stream)
             self.copier = Copier(driver, self.stream)
             made.callback(self.copier.close)
-            self.kernels = Kernels(
-                driver, load or _default_load(driver), self.num_ranks, num_blocks
-            )
+            self.kernels = Kernels(driver, load or default_load(driver), self.num_ranks, num_blocks)
             made.callback(self.kernels.close)
             slots = flag_slots(topology.servers, topology.gpus_per_server, DEFAULT_CHUNK_SLOTS)
             guard = options.guard_bytes
@@ -208,10 +204,3 @@ class VirtualRuntime:
         """Blocks per rank that the device holds at once, of the kernel that needs most room."""
         kernels = ("fastkern_exchange", "fastkern_dispatch", "fastkern_combine")
         return min(self.kernels.most_blocks(kernel, self.num_lanes) for kernel in kernels)
-
-
-def _default_load(driver: Driver) -> Callable[[str], bytes]:
-    if driver.target == "host":
-        return lambda entry: b""  # the host target is part of the package
-    architecture = driver.properties().architecture
-    return functools.partial(compile_entry, target=driver.target, arch=architecture)

@@ -105,6 +105,7 @@ def _setup(
     fixed = [r for r, wanted in zip(recv, ctx.wanted, strict=True) if not wanted]
     ctx.mark_non_differentiable(*fixed, *([] if ctx.wants_weights else [recv_topk_weights]))
     ctx.save_for_backward(meta, recv_topk_idx)
+    ctx.device = recv_topk_weights.device
     ctx.likes = [(r.shape, r.dtype) for r in (*recv, recv_topk_weights)]
     ctx.numbers = numbers
 
@@ -126,7 +127,7 @@ def _dispatch_backward(
     meta, recv_topk_idx = ctx.saved_tensors
     wanted = [*ctx.wanted, ctx.wants_weights]
     there = [
-        meta.new_zeros(shape, dtype=dtype) if grad is None else grad
+        torch.zeros(shape, dtype=dtype, device=ctx.device) if grad is None else grad
         for grad, (shape, dtype), want in zip(grads, ctx.likes, wanted, strict=False)
         if want
     ]
@@ -161,22 +162,28 @@ def combine_backward_op(
         padding = functions.slot_choice(meta) < 0
     else:
         padding = (got.recv_topk_idx < 0).all(1)
-    padding = padding.nonzero().squeeze(1)  # their rows may hold anything
     precision = torch.float64 if grad_out.dtype == torch.float64 else torch.float32
     grad_expert_out = grad_rows
     if weights is not None:
         wide = weights.to(precision)[(...,) + (None,) * (grad_rows.dim() - 1)]
         grad_expert_out = (grad_rows.to(precision) * wide).to(grad_rows.dtype)
-    made = [grad_expert_out.index_fill_(0, padding, 0)]
+    made = [_without_rows(grad_expert_out, padding)]
     if weights is not None and expert_out is not None:
         products = grad_rows.to(precision) * expert_out.to(precision)
         sums = products.unsqueeze(-1).flatten(1).sum(1).to(weights.dtype)
-        made.append(sums.index_fill_(0, padding, 0))
+        made.append(_without_rows(sums, padding))
     if bias is not None:
         whole = bias.dim() < grad_out.dim()
         grad_bias = grad_out.to(precision).sum(0) if whole else grad_out
         made.append(grad_bias.to(bias.dtype, copy=True))
     return made
+
+
+def _without_rows(rows: Tensor, padding: Tensor) -> Tensor:
+    """Rows [rows, ...] with zeros where padding [rows] says so, which may hold anything now."""
+    if rows.device.type == "cpu":
+        return rows.index_fill_(0, padding.nonzero().squeeze(1), 0)
+    return rows.masked_fill_(padding[(...,) + (None,) * (rows.dim() - 1)], 0)  # nobody waits
 
 
 @combine_backward_op.register_fake

@@ -41,7 +41,7 @@ def dispatch_tensors(
     try:
         info = None if meta is None else runner.own_handle(meta)
         call = prepare_dispatch(
-            xs, topk_idx, topk_weights, options, info, meta, out, runner.num_ranks
+            xs, topk_idx, topk_weights, options, info, meta, out, runner.num_ranks, runner.device
         )
     except Exception as error:  # the other ranks must learn of it
         call = error
@@ -62,7 +62,9 @@ def combine_tensors(
     call: CombineCall | Exception
     try:
         info = runner.own_handle(meta)
-        call = prepare_combine(expert_out, info, meta, weights, bias, wire_dtype, out)
+        call = prepare_combine(
+            expert_out, info, meta, weights, bias, wire_dtype, out, runner.device
+        )
     except Exception as error:  # the other ranks must learn of it
         call = error
     return take_turn(comm.turns, lambda: runner.combine(call))

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..tensors import dtype_name
+from ..tensors import CPU, dtype_name
 from .handle import MetaInfo
 from .tensor_checks import (
     VALUE_KINDS,
@@ -70,9 +70,13 @@ def prepare_combine(
     bias: Any,
     wire_dtype: torch.dtype | None,
     out: Any,
+    device: torch.device = CPU,
 ) -> CombineCall:
-    """Check one rank's arguments. Raises TypeError or ValueError naming the argument."""
-    check_dense("expert_out", expert_out)
+    """Check one rank's arguments. Raises TypeError or ValueError naming the argument.
+
+    device: where all tensors must be.
+    """
+    check_dense("expert_out", expert_out, device)
     if expert_out.dtype not in VALUE_KINDS:
         raise TypeError(
             "expert_out must be float64, float32, bfloat16 or float16, "
@@ -95,7 +99,7 @@ def prepare_combine(
     width = num_values(shape)
     check_row_size(aligned_row(width * sum_dtype.itemsize))
     if weights is not None:
-        check_floating("weights", weights)
+        check_floating("weights", weights, device)
         if tuple(weights.shape) != (info.num_recv_rows,):
             raise ValueError(
                 f"weights {list(weights.shape)} must have one entry for each of the "
@@ -104,7 +108,7 @@ def prepare_combine(
         weights = row_form(weights).to(sum_dtype)
     stride = 0
     if bias is not None:
-        check_floating("bias", bias)
+        check_floating("bias", bias, device)
         if tuple(bias.shape) not in (shape, (info.num_tokens, *shape)):
             raise ValueError(
                 f"bias {list(bias.shape)} must be {list(shape)} or {[info.num_tokens, *shape]}"

@@ -2,7 +2,7 @@
 
 The tensor is made of a NumPy array, which it keeps as long as its storage lives, and the array
 holds the device's memory. The way back, from a tensor that may be another view of that storage or
-have been saved for a backward, goes by the header: communicator and serial.
+have been saved for a backward, goes by what the header says: communicator and serial.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .handle import header_of
-from .make_handle import HandleForm
+Key = tuple[int, int]  # communicator's tag, serial
 
 
 class _Backed(np.ndarray[Any, Any]):
@@ -23,26 +22,18 @@ class _Backed(np.ndarray[Any, Any]):
     block: torch.Tensor | None = None
 
 
-_blocks: weakref.WeakValueDictionary[tuple[int, int], _Backed] = weakref.WeakValueDictionary()
+_blocks: weakref.WeakValueDictionary[Key, _Backed] = weakref.WeakValueDictionary()
 
 
-def new_meta(form: HandleForm, block: torch.Tensor) -> torch.Tensor:
-    """Metadata int64 [form.num_bytes / 8] that keeps `block` alive: header and counts, then zeros,
-    since the rest is on the device alone."""
-    array = np.zeros(form.num_bytes // 8, dtype=np.int64).view(_Backed)
+def keeping(key: Key, num_words: int, block: torch.Tensor) -> torch.Tensor:
+    """int64 [num_words], zero, which keeps `block` alive for `find`."""
+    array = np.zeros(num_words, dtype=np.int64).view(_Backed)
     array.block = block
-    meta = torch.from_numpy(array)
-    form.write_start(meta)
-    _blocks[_key(meta)] = array
-    return meta
+    _blocks[key] = array
+    return torch.from_numpy(array)
 
 
-def block_of(meta: torch.Tensor) -> torch.Tensor | None:
-    """uint8: the handle on the device; None where there is none, or it is gone."""
-    found = _blocks.get(_key(meta))
+def find(key: Key) -> torch.Tensor | None:
+    """What is kept for this key; None where nothing is, or it is gone."""
+    found = _blocks.get(key)
     return None if found is None else found.block
-
-
-def _key(meta: torch.Tensor) -> tuple[int, int]:
-    header = header_of(meta)
-    return int(header["communicator"]), int(header["serial"])

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..tensors import dtype_name, shares_bytes
+from ..tensors import CPU, dtype_name, shares_bytes
 from .handle import ENTRY_BYTES, LAYOUTS, MOST_CHOICES, MOST_PARTS, MetaInfo
 from .placement import Placement
 from .tensor_checks import (
@@ -113,12 +113,16 @@ def prepare_dispatch(
     meta: torch.Tensor | None,
     out: Sequence[Any] | None,
     num_ranks: int,
+    device: torch.device = CPU,
 ) -> DispatchCall:
-    """Check one rank's arguments. Raises TypeError or ValueError naming the argument."""
+    """Check one rank's arguments. Raises TypeError or ValueError naming the argument.
+
+    device: where all tensors must be.
+    """
     if not 1 <= len(xs) <= MOST_PARTS:
         raise ValueError(f"x: {len(xs)} tensors; 1 to {MOST_PARTS} travel together")
     for k, x in enumerate(xs):
-        check_dense(f"x[{k}]" if len(xs) > 1 else "x", x)
+        check_dense(f"x[{k}]" if len(xs) > 1 else "x", x, device)
         if x.dim() == 0:
             raise ValueError("x has no dimension to hold tokens")
     num_tokens = xs[0].shape[0]
@@ -129,7 +133,7 @@ def prepare_dispatch(
         if options is None or meta is not None:
             raise ValueError("dispatch needs num_experts, or the handle of an earlier call")
         _check_options(options, num_ranks)
-        topk = _check_indices(topk_idx, num_tokens)
+        topk = _check_indices(topk_idx, num_tokens, device)
         limit = options.num_max_tokens_per_rank
         if limit is not None and num_tokens > limit:
             raise ValueError(f"{num_tokens} tokens, but num_max_tokens_per_rank is {limit}")
@@ -147,7 +151,7 @@ def prepare_dispatch(
                 f"x has {num_tokens} tokens, but the handle's call had {info.num_tokens}"
             )
     if topk_weights is not None:
-        check_dense("topk_weights", topk_weights)
+        check_dense("topk_weights", topk_weights, device)
         if topk_weights.dtype not in (torch.float32, torch.float64):
             raise TypeError(
                 f"topk_weights must be float32 or float64, not {dtype_name(topk_weights.dtype)}"
@@ -203,8 +207,8 @@ def _check_options(o: DispatchOptions, num_ranks: int) -> None:
             raise ValueError(f"{name} must be at least {least}, not {value}")
 
 
-def _check_indices(topk_idx: Any, num_tokens: int) -> int:
-    check_dense("topk_idx", topk_idx)
+def _check_indices(topk_idx: Any, num_tokens: int, device: torch.device) -> int:
+    check_dense("topk_idx", topk_idx, device)
     if topk_idx.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"topk_idx must be int32 or int64, not {dtype_name(topk_idx.dtype)}")
     if topk_idx.dim() != 2 or topk_idx.shape[0] != num_tokens:

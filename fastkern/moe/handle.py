@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from ..kernels import _host
+from . import device_blocks
 
 MAGIC: int = _host.moe_constants["HANDLE_MAGIC"]
 NONE: int = _host.moe_constants["NONE"]
@@ -128,6 +129,23 @@ def tokens_per_expert(meta: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(counts.copy())
 
 
+def block_of(meta: torch.Tensor) -> torch.Tensor | None:
+    """uint8 [handle_bytes]: the whole handle, where it is on a device; the metadata then holds its
+    header and counts. None: there is none, or it is gone."""
+    h = header_of(meta)
+    return device_blocks.find((int(h["communicator"]), int(h["serial"])))
+
+
+def num_partials(meta: torch.Tensor) -> int:
+    """Partial rows that this rank gave out as a proxy; waits for a device."""
+    block = block_of(meta)
+    if block is None:
+        return int(header_of(meta)["num_partials"])
+    fields: Any = HEADER.fields
+    offset = int(fields["num_partials"][1])
+    return int(block[offset : offset + 8].cpu().view(torch.int64))
+
+
 def padding_spans(meta: torch.Tensor) -> list[tuple[int, int]]:
     """Rows of recv_x that a dispatch does not write, as (first, end) with first < end."""
     info = meta_info(meta)
@@ -148,11 +166,25 @@ def slot_choice(meta: torch.Tensor) -> torch.Tensor:
     info = meta_info(meta)
     if info.layout != "expert":
         raise ValueError("slot_choice: rows of the rank layout hold all choices of a token")
+    if (block := block_of(meta)) is not None:
+        return _slot_choice_on_device(meta, info, block)
     slots = array_of(meta, "window_slots", np.uint32, info.window_rows * info.topk)
     filled = np.flatnonzero(slots != NONE)
     choice = np.full(info.num_recv_rows, -1, dtype=np.int64)
     choice[slots[filled]] = filled % max(info.topk, 1)
     return torch.from_numpy(choice)
+
+
+def _slot_choice_on_device(meta: torch.Tensor, info: MetaInfo, block: torch.Tensor) -> torch.Tensor:
+    """The same where the handle is, without waiting for it."""
+    begin = int(_host.handle_layout(raw_bytes(meta))["window_slots"])
+    count = info.window_rows * info.topk
+    words = block[begin : begin + 4 * count].view(torch.int32).long() & 0xFFFFFFFF
+    rows = torch.where(words == NONE, info.num_recv_rows, words)  # one row more, for none
+    choice = words.new_full((info.num_recv_rows + 1,), -1)
+    places = torch.arange(count, device=block.device)
+    choice[rows] = places % max(info.topk, 1)
+    return choice[:-1]
 
 
 class Handle:
@@ -161,10 +193,11 @@ class Handle:
     meta: int64 vector that owns all metadata, `nbytes` bytes: about 12 * K bytes for each row sent,
     4 * (N + M) for each token, 4 * K for each distinct token received, 4 * M for each row proxied
     (exactly: kernels/body/handle.h). It lives as long as the tensor does, whatever other calls do;
-    it is of use with the communicator that made it. recv_topk_idx: rank layout: int64
-    [num_recv_rows, K], the chosen expert's index on this rank or -1; expert layout: None. anchor:
-    float32 [num_recv_rows, T, 0], no elements: what ties a combine to its dispatch in autograd's
-    graph. host_counts: False hides tokens_per_expert_list.
+    it is of use with the communicator that made it. On a GPU it is still a CPU tensor, with header
+    and counts, and keeps the rest on the device alive; a copy of it does not. recv_topk_idx: rank
+    layout: int64 [num_recv_rows, K], the chosen expert's index on this rank or -1; expert layout:
+    None. anchor: float32 [num_recv_rows, T, 0], no elements: what ties a combine to its dispatch in
+    autograd's graph. host_counts: False hides tokens_per_expert_list.
     """
 
     def __init__(
@@ -220,7 +253,7 @@ class Handle:
             scale_out_rows=int(h["sent_rows"]),
             packed_rows=int(h["packed_rows"]),
             pushed_rows=int(to_rank[first : first + m].sum() - to_rank[info.rank]),
-            handed_on_rows=int(h["num_partials"]),
+            handed_on_rows=num_partials(self.meta),
         )
 
     @property

@@ -36,6 +36,7 @@ class HandleForm:
     header: Any
     first: FirstRows
     counts: RouteCounts
+    plan: MoePlan
 
     @property
     def num_bytes(self) -> int:
@@ -46,6 +47,16 @@ class HandleForm:
     def num_start_bytes(self) -> int:
         """Of what `write_start` writes; route and dispatch fill the rest."""
         return int(_host.handle_layout(self.header.view(np.uint8))["pack_list"])
+
+    @property
+    def most_partials(self) -> int:
+        """The most partial rows that any rank can give out as a proxy.
+
+        Of every row that it brought, one to each other rank of its server that the token chose.
+        """
+        m, topk = int(self.header["gpus_per_server"][0]), int(self.header["topk"][0])
+        ranks = range(int(self.header["num_ranks"][0]))
+        return max(self.plan.staging_rows_of(rank)[1] for rank in ranks) * min(topk, m - 1)
 
     def write_start(self, meta: torch.Tensor) -> None:
         """Write header and counts to the start of `meta`, int64 [num_bytes / 8]."""
@@ -107,7 +118,7 @@ def handle_form(
         header["num_arrivals"] = topology.num_ranks * DEFAULT_CHUNK_SLOTS
     header["zero_padding"] = options.zero_padding
     header["handle_bytes"] = int(_host.handle_layout(header.view(np.uint8))["bytes"])
-    return HandleForm(header, first, counts)
+    return HandleForm(header, first, counts, plan)
 
 
 def _recv_rows(

@@ -97,8 +97,9 @@ def _(
     if topk_weights is not None:
         weights = topk_weights.new_empty((num_rows, topk) if layout == "rank" else (num_rows,))
     idx = topk_idx.new_empty((num_rows, topk) if layout == "rank" else (0,), dtype=torch.int64)
-    tokens_per_expert = topk_idx.new_empty(num_own_experts, dtype=torch.int64)
-    meta = topk_idx.new_empty(context.new_dynamic_size(), dtype=torch.int64)
+    # counts and metadata are on the CPU, wherever the tokens are
+    tokens_per_expert = torch.empty(num_own_experts, dtype=torch.int64, device="cpu")
+    meta = torch.empty(context.new_dynamic_size(), dtype=torch.int64, device="cpu")
     anchor = topk_idx.new_empty((num_rows, num_tokens, 0), dtype=torch.float32)
     return [*recv, weights, idx, tokens_per_expert, meta, anchor]
 

@@ -58,7 +58,8 @@ def dispatch(
         zero_padding,
         num_max_tokens_per_rank,
     )
-    tensors = _tensors(*xs, *(() if topk_weights is None else (topk_weights,)))
+    given = (topk_idx, topk_weights, getattr(handle, "meta", None))
+    tensors = _tensors(*xs, *(t for t in given if t is not None))
     carried = _carried(options, counts) if handle is None else None
     if outs is not None and not torch.compiler.is_compiling():
         moved = _dispatch_past(comm, xs, topk_idx, topk_weights, options, counts, handle, outs)
@@ -192,7 +193,12 @@ def _reusable(handle: Any, topk_idx: Any, options: tuple[Any, ...]) -> bool:
 
 
 def _tensors(*values: Any) -> bool:
-    return all(isinstance(value, Tensor) for value in values)
+    """Whether operators can take them, and move rows: a tensor on "meta" among others would have
+    PyTorch infer sizes instead, on this rank alone."""
+    if not all(isinstance(value, Tensor) for value in values):
+        return False
+    on_meta = [value.device.type == "meta" for value in values]
+    return all(on_meta) or not any(on_meta)
 
 
 def _carried(options: tuple[Any, ...], counts: Any) -> tuple[Any, list[Tensor]] | None:
@@ -246,10 +252,16 @@ def _anchor(comm: Any, handle: Handle) -> Tensor:
         try:
             info = functions_of(comm).meta_info(handle.meta)
         except ValueError:  # the call itself says so, on all ranks
-            return torch.empty(0, 0, 0)
+            return torch.empty(0, 0, 0, device=_device_of(comm, handle.meta))
         shape = (info.num_recv_rows, info.num_tokens, 0)
-        handle.anchor = torch.empty(shape, device=handle.meta.device)
+        handle.anchor = torch.empty(shape, device=_device_of(comm, handle.meta))
     return handle.anchor
+
+
+def _device_of(comm: Any, meta: Tensor) -> torch.device:
+    """Where the communicator's tensors are."""
+    device: torch.device = getattr(comm, "device", meta.device)
+    return device
 
 
 def _let_go_after_backward(handle: Handle) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..tensors import dtype_name, may_overlap_itself, shares_bytes
+from ..tensors import CPU, check_device, dtype_name, may_overlap_itself, shares_bytes
 
 VALUE_KINDS = {torch.float64: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 ALIGN = 16  # parts of a row, and rows, lie at multiples of it
@@ -48,22 +48,21 @@ def with_target(
     read = [t for t in inputs if t is not None]
     if out is not None and out.is_contiguous() and not any(shares_bytes(out, t) for t in read):
         return out
-    return torch.empty((rows, *like.shape[1:]), dtype=like.dtype)
+    return like.new_empty((rows, *like.shape[1:]))
 
 
-def check_dense(name: str, tensor: Any) -> None:
-    """Raise TypeError unless it is a dense CPU tensor."""
+def check_dense(name: str, tensor: Any, device: torch.device = CPU) -> None:
+    """Raise TypeError unless it is a dense tensor on the device."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, not {type(tensor).__name__}")
     if tensor.layout is not torch.strided:
         raise TypeError(f"{name} must be a dense tensor, not {tensor.layout}")
-    if tensor.device.type != "cpu":
-        raise TypeError(f"{name} is on {tensor.device}: only CPU tensors are supported so far")
+    check_device(name, tensor, device)
 
 
-def check_floating(name: str, tensor: Any) -> None:
+def check_floating(name: str, tensor: Any, device: torch.device = CPU) -> None:
     """Raise TypeError unless it holds values that a combine can sum."""
-    check_dense(name, tensor)
+    check_dense(name, tensor, device)
     if tensor.dtype not in VALUE_KINDS:
         raise TypeError(
             f"{name} must be float64, float32, bfloat16 or float16, not {dtype_name(tensor.dtype)}"
@@ -72,7 +71,7 @@ def check_floating(name: str, tensor: Any) -> None:
 
 def check_out(name: str, out: Any, like: torch.Tensor) -> None:
     """Raise TypeError or ValueError unless it can hold rows like those of `like`."""
-    check_dense(name, out)
+    check_dense(name, out, like.device)
     if out.dtype != like.dtype:
         raise TypeError(f"{name} is {dtype_name(out.dtype)}, its rows are {dtype_name(like.dtype)}")
     if tuple(out.shape[1:]) != tuple(like.shape[1:]) or out.dim() == 0:

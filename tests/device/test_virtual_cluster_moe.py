@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from fastkern.device.host_driver import HostDriver
+from fastkern.device.route_records import TOKENS_PER_UNIT
 from fastkern.device.virtual_cluster import VirtualCluster
 from fastkern.device.virtual_moe import Dispatch
-from fastkern.device.virtual_route import TOKENS_PER_UNIT
 from fastkern.errors import FastkernError
 from fastkern.kernels import _host
 from fastkern.moe.dispatch_arguments import DispatchOptions

@@ -1,10 +1,19 @@
-"""What must hold in the assembly of the kernels. Each check returns the faults it finds."""
+"""What must hold in what compilers say of kernels, and in their text. Each check returns its faults.
+
+Checks of ways through a kernel are in order_checks.py, those of single operations in
+primitive_checks.py.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from itertools import pairwise
+
+from tests.device_compile.listing import Kernel
+
+# Of a lane: so that two blocks of 512 fit on each of an NVIDIA GPU's multiprocessors, and eight
+# waves on each of an AMD GPU's SIMDs.
+MOST_REGISTERS = 64
 
 CUDA_SYNCHRONISING = (
     "ld.acquire.sys.global.u64",
@@ -22,23 +31,12 @@ def ptx_faults(ptx: str, names: Sequence[str] = CUDA_SYNCHRONISING) -> list[str]
     names: the synchronising instructions that the kernel has, and no others.
     """
     faults = [f"no {name}" for name in names if name not in ptx]
-    orders = "acquire|release|relaxed|acq_rel"
-    for name in re.findall(rf"\b(?:ld|st|atom|red)\.(?:{orders})\.[a-z0-9.]+", ptx):
-        if name not in names:
-            faults.append(f"unexpected {name}")
-    return faults
-
-
-def wide_sass_faults(sass: str) -> list[str]:
-    """Rows move in 16-byte global accesses."""
-    return [f"no {name}" for name in ("LDG.E.128", "STG.E.128") if f"{name} " not in sass]
-
-
-def sass_faults(sass: str) -> list[str]:
-    """Wide accesses name the global space, and nothing goes through the non-coherent path."""
-    faults = [f"generic {name}" for name in re.findall(r"\b(?:LD|ST)\.E\.128\S*", sass)]
-    faults += [f"non-coherent {name}" for name in re.findall(r"\bLDG\S*\.CONSTANT\S*", sass)]
-    return faults
+    orders = "acquire|release|relaxed|acq_rel|volatile|mmio"
+    found = re.findall(rf"\b(?:ld|st|atom|red)\.(?:{orders})\.[a-z0-9.]+", ptx)
+    found += re.findall(
+        r"\b(?:fence|membar)\.[a-z0-9._]+|\b(?:atom|red)\.(?!acq_rel)[a-z0-9.]+", ptx
+    )
+    return faults + [f"unexpected {name}" for name in found if name not in names]
 
 
 def ptxas_faults(log: str) -> list[str]:
@@ -51,80 +49,74 @@ def ptxas_faults(log: str) -> list[str]:
 
 def ptxas_registers(log: str) -> dict[str, int]:
     """Registers of a lane, by kernel."""
+    return _of_kernels(log, r"Used (\d+) registers")
+
+
+def ptxas_stack(log: str) -> dict[str, int]:
+    """Bytes of a lane's own memory that are not spills, by kernel."""
+    return _of_kernels(log, r"(\d+) bytes stack frame")
+
+
+def _of_kernels(log: str, pattern: str) -> dict[str, int]:
     parts = re.split(r"Compiling entry function '(\w+)'", log)[1:]
-    found = [re.search(r"Used (\d+) registers", text) for text in parts[1::2]]
+    found = [re.search(pattern, text) for text in parts[1::2]]
     return {name: int(m[1]) for name, m in zip(parts[::2], found, strict=True) if m}
 
 
-def fused_faults(assembly: str) -> list[str]:
-    """CUDA or AMD: products are rounded before they are added, as float and as double."""
-    sass = ("FMUL", "FADD", "DMUL", "DADD")
-    amd = ("v_mul_f32", "v_add_f32", "v_mul_f64", "v_add_f64")
-    names = sass if "FMUL" in assembly else amd
-    fused = r"\b(?:[FD]FMA2?\b\S*|v_\w*(?:fma|mac|mad)\w*f(?:32|64)\w*)"
-    faults = [f"no {name}" for name in names if name not in assembly]
-    return faults + [f"fused {name}" for name in re.findall(fused, assembly)]
+def register_faults(registers: dict[str, int]) -> list[str]:
+    return [f"{name}: {n} registers" for name, n in registers.items() if n > MOST_REGISTERS]
 
 
-def _instructions(assembly: str) -> list[str]:
-    """Instructions and labels of an AMD listing, without comments and directives."""
-    lines = (line.split(";")[0].strip() for line in assembly.splitlines())
-    return [
-        line for line in lines if line and (line.endswith(":") or re.match(r"[a-z]+_[a-z]", line))
-    ]
-
-
-def hip_faults(assembly: str) -> list[str]:
-    """Rows move in wide global accesses, releases wait for the write-back."""
-    faults = [
-        f"no {name}"
-        for name in ("global_load_dwordx4", "global_store_dwordx4", "buffer_wbl2", "s_sleep")
-        if name not in assembly
-    ]
-    lines = _instructions(assembly)
-    for line, following in pairwise(lines):
-        if line.startswith("buffer_wbl2") and not re.match(r"s_waitcnt\b.*\bvmcnt\(0\)", following):
-            faults.append(f"no wait for the write-back before {following}")
-
-    # All barriers but that of the broadcast follow data that other devices will read.
-    undrained = 0
-    for k, line in enumerate(lines):
-        if line == "s_barrier":
-            block = lines[max(0, k - 10) : k]
-            labels = [j for j, other in enumerate(block) if other.endswith(":")]
-            block = block[labels[-1] + 1 :] if labels else block
-            undrained += not any(other.startswith("buffer_wbl2") for other in block)
-    if undrained != 1:
-        faults.append(f"{undrained} barriers without a write-back, not 1")
-    return faults
+def fused_faults(kernel: Kernel, kinds: Sequence[str]) -> list[str]:
+    """CUDA or AMD: products are rounded before they are added. kinds: "float", "double"."""
+    sass = {"float": ("FMUL", "FADD"), "double": ("DMUL", "DADD")}
+    amd = {"float": ("v_mul_f32", "v_add_f32"), "double": ("v_mul_f64", "v_add_f64")}
+    names = amd if kernel.find("s_endpgm") else sass
+    faults = [f"no {name}" for kind in kinds for name in names[kind] if not kernel.find(name)]
+    fused = kernel.texts(r"[FD]FMA|v_\w*(?:fma|mac|mad)\w*f(?:32|64)")
+    return faults + [f"fused {text.split()[0]}" for text in fused]
 
 
 def hip_spill_faults(assembly: str) -> list[str]:
-    """No register is spilled, neither to memory nor into a lane of another."""
+    """No register is spilled: to memory, into a lane of another, or to the accumulators."""
     faults = []
-    for kind in ("vgpr", "sgpr"):
-        counts = re.findall(rf"\.{kind}_spill_count:\s*(\d+)", assembly)
+    for kind in ("vgpr_spill_count", "sgpr_spill_count", "agpr_count"):
+        counts = re.findall(rf"\.{kind}:\s*(\d+)", assembly)
         if not counts:
-            faults.append(f"nothing is said of {kind} spills")
-        faults += [f"{count} {kind} spills" for count in counts if count != "0"]
+            faults.append(f"nothing is said of {kind}")
+        faults += [f"{kind} {count}" for count in counts if count != "0"]
     return faults
 
 
 def hip_registers(assembly: str) -> dict[str, tuple[int, int]]:
-    """Vector registers of a lane and scalar ones of a wave, by kernel."""
-    fields = r"\.name:\s+(\w+)|\.(sgpr_count|vgpr_count):\s+(\d+)"
+    """Vector registers of a lane, accumulators among them, and scalar ones of a wave, by kernel."""
+    fields = ("vgpr_count", "sgpr_count")
+    return {name: (found[fields[0]], found[fields[1]]) for name, found in _hip_kernels(assembly)}
+
+
+def hip_stack(assembly: str) -> dict[str, int]:
+    """Bytes of a lane's own memory, by kernel."""
+    return {name: found["private_segment_fixed_size"] for name, found in _hip_kernels(assembly)}
+
+
+def _hip_kernels(assembly: str) -> list[tuple[str, dict[str, int]]]:
     metadata = assembly[assembly.index(".amdgpu_metadata") :]
-    found: dict[str, tuple[int, int]] = {}
-    for text in re.split(r"^  - \.agpr_count", metadata, flags=re.MULTILINE)[1:]:
-        values = {m[2] or "name": m[1] or m[3] for m in re.finditer(fields, text)}
-        found[values["name"]] = (int(values["vgpr_count"]), int(values["sgpr_count"]))
-    return found
+    parts = re.split(r"^  - \.agpr_count", metadata, flags=re.MULTILINE)[1:]
+    kernels = []
+    for text in parts:
+        name = re.search(r"^    \.name: +(\w+)", text, re.MULTILINE)
+        assert name
+        fields = re.findall(r"^    \.(\w+): +(\d+)$", text, re.MULTILINE)
+        kernels.append((name[1], {field: int(value) for field, value in fields}))
+    return kernels
 
 
 def hip_scope_faults(assembly: str) -> list[str]:
     """gfx942 and later: sc0 and sc1 together on cache control, sc1 on atomics: system scope."""
+    lines = (line.split(";")[0].strip() for line in assembly.splitlines())
+    code = [line for line in lines if re.match(r"[a-z]+_[a-z]", line)]
     faults = []
-    for line in _instructions(assembly):
+    for line in code:
         name, bits = line.split()[0], set(line.split()) & {"sc0", "sc1"}
         whole = name in ("buffer_wbl2", "buffer_inv") and bits != {"sc0", "sc1"}
         if whole or (name.startswith("global_atomic") and "sc1" not in bits):

@@ -125,8 +125,8 @@ def ptx_kernels(ptx: str) -> dict[str, Kernel]:
         kept = [line for line in lines if re.match(r"\$L__BB\w+:|(?:@\S+ )?[a-z]", line)]
         kernels[name] = _kernel(
             [(line.rstrip(";"), ()) for line in kept],
-            label=r"(\$L__BB\w+):",
-            branch=r"\bbra\S* (\$L__BB\w+)",
+            label=r"\$L__BB\w+",
+            branch=r"bra",
             ends=r"ret\b|exit\b|trap\b|bra\b",
         )
     return kernels
@@ -158,9 +158,9 @@ def sass_kernels(sass: str, root: Path) -> dict[str, Kernel]:
                 lines.append((line.strip(), ()))
         kernels[part.split()[0]] = _kernel(
             lines,
-            label=r"(\.L_x_\d+):",
-            branch=r"\b(?:BRA|CALL|BSYNC)\b.*`\((\.L_x_\d+)\)",
-            ends=r"EXIT\b|RET\b|BSYNC\b|BRA(?![\w.]* !?U?P\d)\b",
+            label=r"\.L_x_\d+",
+            branch=r"BRA|BRX|CALL|BSYNC",
+            ends=r"EXIT\b|RET\b|BRX\b|BSYNC\b|BRA(?![\w.]* !?U?P\d)\b",
         )
     return kernels
 
@@ -183,8 +183,8 @@ def hip_kernels(assembly: str, root: Path) -> dict[str, Kernel]:
                 lines.append((code, frames))
         kernels[name] = _kernel(
             lines,
-            label=r"(\.LBB\w+):",
-            branch=r"s_c?branch\w* (\.LBB\w+)",
+            label=r"\.LBB\w+",
+            branch=r"s_c?branch",
             ends=r"s_endpgm|s_setpc|s_branch\b",
         )
     return kernels
@@ -193,12 +193,12 @@ def hip_kernels(assembly: str, root: Path) -> dict[str, Kernel]:
 def _kernel(
     lines: list[tuple[str, tuple[Frame, ...]]], label: str, branch: str, ends: str
 ) -> Kernel:
-    """label, branch: patterns whose first group is a label's name. ends: of instructions that the
-    next one does not follow."""
+    """label: of labels. branch: how instructions begin that may go on at the labels that they name.
+    ends: of those that the next instruction does not follow."""
     at: dict[str, int] = {}
     instructions: list[Instruction] = []
     for text, frames in lines:
-        if found := re.fullmatch(label, text):
+        if found := re.fullmatch(rf"({label}):", text):
             at[found[1]] = len(instructions)
         else:
             instructions.append(Instruction(text, frames))
@@ -206,17 +206,18 @@ def _kernel(
     for k, instruction in enumerate(instructions):
         text = instruction.text
         targets = [k + 1] if text.startswith("@") or not re.match(ends, text) else []
-        if found := re.search(branch, text):
-            targets.append(at[found[1]])
+        if re.match(rf"(?:@\S+ )?(?:{branch})", text):
+            targets += [at[name] for name in re.findall(label, text)]
         successors.append([target for target in targets if target < len(instructions)])
     return Kernel(instructions, successors)
 
 
 def _frame(path: str, line: str, root: Path) -> Frame:
     file = re.search(r"(?:planner|kernels/\w+|tests/device_compile)(?:/network)?/[^/]+$", path)
-    if file is None or line == "0":  # of a library; of more than one line
-        return path.rpartition("/")[2], int(line), "?"
-    return file[0], int(line), _functions(root, file[0])[int(line) - 1]
+    functions = _functions(root, file[0]) if file else []
+    # Of a library; merged from several lines (0); or out of range, where ptxas merged two files.
+    known = 1 <= int(line) <= len(functions)
+    return file[0] if file else path, int(line), functions[int(line) - 1] if known else "?"
 
 
 @functools.cache

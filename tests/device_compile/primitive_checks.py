@@ -84,7 +84,7 @@ def broadcast(kernel: Kernel, device: Device) -> list[str]:
     if kernel.can_miss([*steps(kernel, device.shared_done), barriers], reads, writes):
         faults.append("lanes read the slot before it is written")
     slots = {
-        found[0] if (found := re.search(r"\[.*\]|offset:\d+", text)) else "0"
+        found[0] if (found := re.search(r"\[[^:]*\]|offset:\d+", text)) else "0"
         for text in kernel.texts(device.write_shared)
     }
     if len(slots) != 2:
@@ -221,7 +221,7 @@ def read_modify_write(which: str) -> Check:
 
 
 def product(kernel: Kernel, device: Device) -> list[str]:
-    return fused_faults("\n".join(found.text for found in kernel.instructions))
+    return fused_faults(kernel, ["float", "double"])
 
 
 def instructions(cuda: list[str], hip: list[str]) -> Check:
@@ -252,13 +252,19 @@ CHECKS: dict[str, Check] = {
     "copy": copies(unrolled=4),
     "team_copy": copies(unrolled=2),
     "lane": instructions([r"S2R R\d+, SR_TID\.X"], [r"v_lshl\w+ .*, v\[0:1\]"]),
-    "num_lanes": instructions([r"\w+ U?R\d+, c\[0x0\]\[(?:0x0|RZ|0x360)\]"], [r"s_and_b32 .*, 0xffff$"]),
+    "num_lanes": instructions(
+        [r"\w+ U?R\d+, c\[0x0\]\[(?:0x0|RZ|0x360)\]"], [r"s_and_b32 .*, 0xffff$"]
+    ),
     "block": instructions([r"S2U?R U?R\d+, SR_CTAID\.X"], []),  # HIP: in a register from the start
-    "team": instructions([r"U?SHF\.R\.U32\.HI .*, 0x5,"], ["v_readfirstlane", r"s_lshr_b32 .*, 6$"]),
+    "team": instructions(
+        [r"U?SHF\.R\.U32\.HI .*, 0x5,"], ["v_readfirstlane", r"s_lshr_b32 .*, 6$"]
+    ),
     "num_teams": instructions([r"U?SHF\.R\.U32\.HI .*, 0x5,"], [r"s_bfe_u32 .*, 0xa0006$"]),
     "team_lane": instructions([r"LOP3\.LUT .*, 0x1f,"], [r"v_and_b32_e32 v\d+, 63,"]),
     "team_lanes": instructions([r"HFMA2\S* .*, 1.9073486328125e-06"], [r"v_mov_b32_e32 v\d+, 64$"]),
-    "team_rank": instructions(["VOTE", "POPC", "POPC"], ["s_bcnt1_i32_b64", "v_bcnt_u32_b32", "v_bcnt_u32_b32"]),
+    "team_rank": instructions(
+        ["VOTE", "POPC", "POPC"], ["s_bcnt1_i32_b64", "v_bcnt_u32_b32", "v_bcnt_u32_b32"]
+    ),
     "team_pick": instructions(["VOTE", r"SHFL\.IDX"], ["s_ff1_i32_b64", "v_readlane_b32"]),
     "team_read": instructions([r"SHFL\.IDX"], ["v_readlane_b32"]),
     "uniform": instructions([], ["v_readfirstlane_b32"]),

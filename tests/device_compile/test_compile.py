@@ -1,15 +1,21 @@
-"""The kernels compile for CUDA and HIP, and their assembly keeps what the bodies rely on.
+"""The kernels compile for CUDA and HIP: registers, spills, wide accesses, and orders on every way.
 
 Each check is also run on a kernel that was broken on purpose, which it must find out.
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from tests.device_compile import checks
+from fastkern.device.compile_cuda import CudaCompiler
+from fastkern.device.sources import read_entry
+from tests.device_compile import checks, transport_checks
+from tests.device_compile.devices import DEVICES
+from tests.device_compile.listing import Kernel, hip_kernels, sass_kernels
+from tests.device_compile.order_checks import order_faults, synchronising_faults
 from tests.device_compile.toolchain import (
     COMBINE,
     CUDA_ARCHES,
@@ -17,55 +23,100 @@ from tests.device_compile.toolchain import (
     EXCHANGE,
     HIP_ARCHES,
     KERNELS,
+    PERSISTENT,
     ROOT,
     Edit,
     compile_cuda,
     compile_hip,
-    compile_hip_object,
     copy_sources,
     cuda_build,
+    cuda_sass,
     disassemble_cuda,
-    load,
+    hip_assembly,
+    kernels_from,
+    kernels_of,
+    link_hip,
     registers_used,
 )
 
 CUDA = "kernels/target/cuda.h"
 HIP = "kernels/target/hip.h"
+ITEMS = "kernels/body/items.h"
+EXCHANGE_BODY = "kernels/body/exchange.h"
 NARROW_COPY = Edit("kernels/target/block_copy.h", r"skew % 16 == 0", "skew % 16 == 16")
-# Those that move rows between ranks; the others only read and write what is theirs.
-PERSISTENT = (EXCHANGE, DISPATCH, COMBINE)
+# Of a persistent kernel's lane.
+MOST_STACK_BYTES = 0
 
 by_name = pytest.mark.parametrize("entry", KERNELS, ids=lambda entry: Path(entry).name)
+moves_rows = pytest.mark.parametrize("entry", PERSISTENT, ids=lambda entry: Path(entry).name)
 
 
 @by_name
 @pytest.mark.parametrize("arch", CUDA_ARCHES)
-def test_cuda_kernel(arch: str, entry: str, tmp_path: Path) -> None:
+def test_cuda_kernel(arch: str, entry: str) -> None:
     build = cuda_build(entry, arch)
     assert build.cubin.startswith(b"\x7fELF")
     registers = checks.ptxas_registers(build.log)
     assert sorted(registers) == sorted(KERNELS[entry])
-    registers_used.extend(f"{arch:8} {name:22} {n:4}" for name, n in registers.items())
-    for name in KERNELS[entry]:
-        assert f".entry {name}(" in build.ptx
-    sass = disassemble_cuda(build.cubin, tmp_path)
+    assert sorted(kernels_of(entry, arch)) == sorted(KERNELS[entry])
+    registers_used.extend(f"{arch:8} {name:24} {n:4}" for name, n in registers.items())
+    assert checks.register_faults(registers) == []
     assert checks.ptxas_faults(build.log) == []
-    assert checks.sass_faults(sass) == []
     if entry in PERSISTENT:
+        assert max(checks.ptxas_stack(build.log).values()) <= MOST_STACK_BYTES
         assert checks.ptx_faults(build.ptx) == []
-        assert checks.wide_sass_faults(sass) == []
+        assert transport_checks.copy_loop_faults(cuda_sass(entry, arch)) == []
     else:
         assert checks.ptx_faults(build.ptx, names=()) == []
 
 
-def test_cuda_kernel_through_cuda_core() -> None:
-    """The compiler as a program calls it at run time: no driver is needed for an explicit arch."""
-    core = load("cuda.core", "cuda-core")
-    options = core.ProgramOptions(arch="sm_90", std="c++17", include_path=[str(ROOT)])
-    program = core.Program((ROOT / f"{EXCHANGE}.cu").read_text(), "c++", options)
-    cubin = bytes(program.compile("cubin").code)
-    assert cubin.startswith(b"\x7fELF")
-    assert KERNELS[EXCHANGE][0].encode() in cubin
+@by_name
+@pytest.mark.parametrize("arch", HIP_ARCHES)
+def test_hip_kernel(arch: str, entry: str) -> None:
+    assembly = hip_assembly(entry, arch)
+    registers = checks.hip_registers(assembly)
+    assert sorted(registers) == sorted(KERNELS[entry])
+    assert sorted(kernels_of(entry, arch)) == sorted(KERNELS[entry])
+    registers_used.extend(
+        f"{arch:8} {name:24} {v:4} and {s} scalar" for name, (v, s) in registers.items()
+    )
+    assert checks.register_faults({name: v for name, (v, _) in registers.items()}) == []
+    assert checks.hip_spill_faults(assembly) == []
+    if entry not in PERSISTENT:
+        return
+    assert max(checks.hip_stack(assembly).values()) == 0
+    assert transport_checks.amd_copy_loop_faults(assembly) == []
+    if arch != "gfx90a":  # which has no scope bits
+        assert checks.hip_scope_faults(assembly) == []
+
+
+@moves_rows
+@pytest.mark.parametrize("arch", [*CUDA_ARCHES, *HIP_ARCHES])
+def test_orders(arch: str, entry: str) -> None:
+    for name, kernel in kernels_of(entry, arch).items():
+        assert order_faults(kernel, DEVICES[arch]) == [], name
+        assert synchronising_faults(kernel, DEVICES[arch]) == [], name
+
+
+@by_name
+def test_hip_code_object(entry: str, tmp_path: Path) -> None:
+    code = link_hip(hip_assembly(entry, "gfx942"), "gfx942", tmp_path)
+    assert code.startswith(b"\x7fELF")
+    for name in KERNELS[entry]:
+        assert name.encode() in code
+
+
+def texts(kernels: dict[str, Kernel]) -> dict[str, list[str]]:
+    return {name: [found.text for found in kernel.instructions] for name, kernel in kernels.items()}
+
+
+def test_programs_compile_what_is_judged_here() -> None:
+    """By cuda.core, and without positions: which change no instruction."""
+    cubin = CudaCompiler().compile(read_entry("exchange", "cuda"), "sm_90", {})
+    found = sass_kernels(disassemble_cuda(cubin), ROOT)
+    assert texts(found) == texts(kernels_of(EXCHANGE, "sm_90"))
+    found = hip_kernels(compile_hip(EXCHANGE, "gfx942", positions=False), ROOT)
+    assert texts(found) == texts(kernels_of(EXCHANGE, "gfx942"))
 
 
 @pytest.mark.parametrize(
@@ -74,10 +125,11 @@ def test_cuda_kernel_through_cuda_core() -> None:
         (Edit(CUDA, r"st\.release\.sys", "st.relaxed.sys"), "no st.release.sys.global.u64"),
         (Edit(CUDA, r"ld\.acquire\.sys", "ld.acquire.gpu"), "unexpected ld.acquire.gpu.global.u64"),
         (Edit(CUDA, r"acq_rel\.sys\.global\.cas", "acq_rel.cta.global.cas"), "unexpected atom."),
+        (Edit(CUDA, r"(void drain\(\) const \{)", r"\1 __threadfence();"), "unexpected "),
     ],
-    ids=["relaxed", "acquire-gpu", "cas-cta"],
+    ids=["relaxed", "acquire-gpu", "cas-cta", "fence"],
 )
-def test_weak_ptx_is_found(edit: Edit, fault: str, tmp_path: Path) -> None:
+def test_other_ptx_is_found(edit: Edit, fault: str, tmp_path: Path) -> None:
     build = compile_cuda(EXCHANGE, "sm_90", copy_sources(tmp_path, [edit]))
     assert any(found.startswith(fault) for found in checks.ptx_faults(build.ptx))
 
@@ -85,102 +137,45 @@ def test_weak_ptx_is_found(edit: Edit, fault: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("edit", "fault"),
     [
-        (Edit(CUDA, r"ld\.global\.v4", "ld.global.nc.v4"), "non-coherent LDG.E.128.CONSTANT"),
-        (Edit(CUDA, r"st\.global\.v4", "st.v4"), "generic ST.E.128"),
-        (NARROW_COPY, "no STG.E.128"),
+        (Edit(CUDA, r"ld\.global\.v4", "ld.global.nc.v4"), "non-coherent: LDG.E.128.CONSTANT"),
+        (Edit(CUDA, r"st\.global\.v4", "st.v4"), "no loop of 16-byte global loads and stores"),
+        (NARROW_COPY, "no loop of 16-byte global loads and stores"),
     ],
     ids=["non-coherent", "generic", "narrow"],
 )
-def test_bad_sass_is_found(edit: Edit, fault: str, tmp_path: Path) -> None:
+def test_bad_cuda_copies_are_found(edit: Edit, fault: str, tmp_path: Path) -> None:
     build = compile_cuda(EXCHANGE, "sm_90", copy_sources(tmp_path, [edit]))
-    sass = disassemble_cuda(build.cubin, tmp_path)
-    assert fault in [*checks.sass_faults(sass), *checks.wide_sass_faults(sass)]
+    assert fault in transport_checks.copy_loop_faults(disassemble_cuda(build.cubin))
 
 
-@pytest.mark.parametrize("entry", PERSISTENT, ids=lambda entry: Path(entry).name)
-def test_cuda_spills_are_found(entry: str, tmp_path: Path) -> None:
-    """Bounds of 1024 lanes and two blocks leave 32 registers."""
-    edit = Edit(f"{entry}.cu", r"__launch_bounds__\(512, 1\)", "__launch_bounds__(1024, 2)")
-    build = compile_cuda(entry, "sm_90", copy_sources(tmp_path, [edit]))
-    assert any("bytes spill stores" in fault for fault in checks.ptxas_faults(build.log))
+def test_bad_hip_copies_are_found(tmp_path: Path) -> None:
+    assembly = compile_hip(EXCHANGE, "gfx942", copy_sources(tmp_path, [NARROW_COPY]))
+    faults = transport_checks.amd_copy_loop_faults(assembly)
+    assert faults == ["no loop of 16-byte global loads and stores"]
 
 
-@by_name
-@pytest.mark.parametrize("arch", HIP_ARCHES)
-def test_hip_kernel(arch: str, entry: str, tmp_path: Path) -> None:
-    assembly = compile_hip(entry, arch, tmp_path)
-    for name in KERNELS[entry]:
-        assert f".amdhsa_kernel {name}" in assembly
-    registers = checks.hip_registers(assembly)
-    assert sorted(registers) == sorted(KERNELS[entry])
-    registers_used.extend(
-        f"{arch:8} {name:22} {v:4} and {s} scalar" for name, (v, s) in registers.items()
-    )
-    assert checks.hip_spill_faults(assembly) == []
-    if entry not in PERSISTENT:
-        return
-    assert checks.hip_faults(assembly) == []
-    if arch != "gfx90a":  # which has no scope bits
-        assert checks.hip_scope_faults(assembly) == []
+def test_cuda_spills_are_found(tmp_path: Path) -> None:
+    """32 registers are too few."""
+    edit = Edit(f"{EXCHANGE}.cu", r"\(512, 2\)", "(1024, 2)")
+    log = compile_cuda(EXCHANGE, "sm_90", copy_sources(tmp_path, [edit])).log
+    assert any("bytes spill stores" in fault for fault in checks.ptxas_faults(log))
 
 
-@by_name
-def test_hip_code_object(entry: str, tmp_path: Path) -> None:
-    code = compile_hip_object(entry, "gfx942", tmp_path)
-    assert code.startswith(b"\x7fELF")
-    for name in KERNELS[entry]:
-        assert name.encode() in code
+def test_hip_spills_are_found(tmp_path: Path) -> None:
+    edit = Edit(f"{EXCHANGE}.hip", r"amdgpu_num_vgpr\(32\)", "amdgpu_num_vgpr(12)")
+    assembly = compile_hip(EXCHANGE, "gfx942", copy_sources(tmp_path, [edit]))
+    faults = checks.hip_spill_faults(assembly)
+    assert any(fault.startswith("vgpr_spill_count") for fault in faults)
 
 
-@pytest.mark.parametrize(
-    ("edit", "fault"),
-    [
-        (Edit(HIP, r"void drain\(\) const \{.*\}", "void drain() const {}"), "4 barriers without"),
-        (Edit(HIP, r"return \(FASTKERN_GLOBAL T\*\)p;", "return p;"), "no global_store_dwordx4"),
-        (NARROW_COPY, "no global_store_dwordx4"),
-    ],
-    ids=["no-drain", "flat", "narrow"],
-)
-def test_bad_hip_is_found(edit: Edit, fault: str, tmp_path: Path) -> None:
-    edits = [edit]
-    if "return p;" in edit.replacement:
-        edits.append(Edit(HIP, r"#define FASTKERN_GLOBAL .*", "#define FASTKERN_GLOBAL"))
-    assembly = compile_hip(EXCHANGE, "gfx942", tmp_path, copy_sources(tmp_path, edits))
-    assert any(found.startswith(fault) for found in checks.hip_faults(assembly))
-
-
-@pytest.mark.parametrize(
-    ("entry", "edit", "undrained"),
-    [
-        (DISPATCH, Edit("kernels/body/dispatch.h", r"    target\.drain\(\);\n", ""), 2),
-        (  # sums of floats, sums of doubles
-            COMBINE,
-            Edit("kernels/body/items.h", r"(?<=u64 bytes\) \{\n)    target\.drain\(\);\n", ""),
-            3,
-        ),
-    ],
-    ids=["dispatch", "combine"],
-)
-def test_a_missing_drain_is_found(entry: str, edit: Edit, undrained: int, tmp_path: Path) -> None:
-    assembly = compile_hip(entry, "gfx942", tmp_path, copy_sources(tmp_path, [edit]))
-    assert f"{undrained} barriers without a write-back, not 1" in checks.hip_faults(assembly)
-
-
-@pytest.mark.parametrize("entry", PERSISTENT, ids=lambda entry: Path(entry).name)
-def test_hip_spills_are_found(entry: str, tmp_path: Path) -> None:
-    edit = Edit(f"{entry}.hip", r"flat_work_group_size\(1, 512\)", "num_vgpr(32)")
-    assembly = compile_hip(entry, "gfx942", tmp_path, copy_sources(tmp_path, [edit]))
-    assert any("vgpr spills" in fault for fault in checks.hip_spill_faults(assembly))
-
-
-def test_dropped_wait_is_found(tmp_path: Path) -> None:
-    """In the listing, since later compilers keep the wait by themselves."""
-    assembly = compile_hip(EXCHANGE, "gfx942", tmp_path)
-    lines = assembly.splitlines()
-    first = next(k for k, line in enumerate(lines) if line.strip().startswith("buffer_wbl2"))
-    waits = [k for k in range(first, first + 6) if lines[k].strip().startswith("s_waitcnt")]
-    kept = [line for k, line in enumerate(lines) if k not in waits]
-    assert any(fault.startswith("no wait") for fault in checks.hip_faults("\n".join(kept)))
+def test_too_many_registers_are_found() -> None:
+    """In the compilers' reports."""
+    log = cuda_build(EXCHANGE, "sm_90").log.replace("Used 64 registers", "Used 65 registers")
+    faults = checks.register_faults(checks.ptxas_registers(log))
+    assert faults == ["fastkern_exchange: 65 registers"]
+    text = re.sub(r"(\.vgpr_count: +)\d+", r"\g<1>65", hip_assembly(EXCHANGE, "gfx942"))
+    registers = {name: v for name, (v, _) in checks.hip_registers(text).items()}
+    assert checks.register_faults(registers) == faults
 
 
 @pytest.mark.parametrize(
@@ -192,6 +187,71 @@ def test_dropped_wait_is_found(tmp_path: Path) -> None:
     ids=["atomics", "write-back"],
 )
 def test_narrow_hip_scope_is_found(edit: Edit, tmp_path: Path) -> None:
-    assembly = compile_hip(EXCHANGE, "gfx942", tmp_path, copy_sources(tmp_path, [edit]))
+    assembly = compile_hip(EXCHANGE, "gfx942", copy_sources(tmp_path, [edit]))
     faults = checks.hip_scope_faults(assembly)
     assert any(fault.startswith("narrower than the system") for fault in faults)
+
+
+EARLY_FLAG = "a flag may be raised while lanes still write rows"
+EARLY_READ = "lanes may read rows for which no flag has been acquired"
+UNDRAINED = "a wave may come to a barrier before its rows are visible"
+NO_SIGNAL_BARRIER = Edit(
+    ITEMS, r"(u64 bytes\) \{\n    call\.target\.drain\(\);\n) +call\.target\.barrier\(\);\n", r"\1"
+)
+NO_SIGNAL_DRAIN = Edit(ITEMS, r"(?<=u64 bytes\) \{\n)    call\.target\.drain\(\);\n", "")
+NO_LOOK_BARRIER = Edit(EXCHANGE_BODY, r"\.look\(\);\n        target\.barrier\(\);", ".look();")
+PLAIN_FLAGS = [
+    Edit(CUDA, rf"(u64 load_{order}\(.*\{{)[\s\S]*?\n    \}}", r"\1 return *p; }")
+    for order in ("relaxed", "acquire")
+]
+
+
+@pytest.mark.parametrize(
+    ("arch", "entry", "edits", "fault"),
+    [
+        ("sm_90", EXCHANGE, [NO_SIGNAL_BARRIER], EARLY_FLAG),
+        ("gfx942", EXCHANGE, [NO_SIGNAL_BARRIER], EARLY_FLAG),
+        ("sm_90", DISPATCH, [NO_LOOK_BARRIER], EARLY_READ),
+        ("gfx942", DISPATCH, [NO_LOOK_BARRIER], EARLY_READ),
+        ("gfx90a", EXCHANGE, [NO_SIGNAL_DRAIN], UNDRAINED),
+        ("gfx950", COMBINE, [NO_SIGNAL_DRAIN], UNDRAINED),
+        (
+            "gfx942",
+            DISPATCH,
+            [Edit("kernels/body/dispatch.h", r"    target\.drain\(\);\n", "")],
+            UNDRAINED,
+        ),
+        ("sm_90", EXCHANGE, PLAIN_FLAGS, "no poll"),
+    ],
+    ids=[
+        *("barrier-cuda", "barrier-hip", "look-cuda", "look-hip"),
+        *("drain-exchange", "drain-combine", "drain-dispatch", "vanished-wait"),
+    ],
+)
+def test_broken_orders_are_found(
+    arch: str, entry: str, edits: list[Edit], fault: str, tmp_path: Path
+) -> None:
+    kernels = kernels_from(entry, arch, copy_sources(tmp_path, edits))
+    for name, kernel in kernels.items():
+        assert fault in order_faults(kernel, DEVICES[arch]), name
+
+
+@pytest.mark.parametrize(
+    ("arch", "edit"),
+    [
+        ("sm_90", Edit(CUDA, r"ld\.relaxed\.sys", "ld.relaxed.gpu")),
+        ("gfx942", Edit(HIP, r"= __HIP_MEMORY_SCOPE_SYSTEM", "= __HIP_MEMORY_SCOPE_AGENT")),
+        (
+            "sm_90",
+            Edit(
+                EXCHANGE_BODY,
+                r"control\.epoch, call",
+                "control.epoch, atomicAdd(&control.epoch, 0) + call",
+            ),
+        ),
+    ],
+    ids=["scope-cuda", "scope-hip", "by-hand"],
+)
+def test_other_synchronisation_is_found(arch: str, edit: Edit, tmp_path: Path) -> None:
+    kernels = kernels_from(EXCHANGE, arch, copy_sources(tmp_path, [edit]))
+    assert synchronising_faults(kernels["fastkern_exchange"], DEVICES[arch]) != []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import pytest
 from tests.device_compile.toolchain import (
     DISPATCH,
     EXCHANGE,
+    KERNELS,
+    ROOT,
     ROUTE,
     CompileError,
     Edit,
@@ -18,50 +21,86 @@ from tests.device_compile.toolchain import (
 )
 
 TABLE = "planner/stage_table.h"
-BREAKS = {
-    "field lost": (EXCHANGE, Edit(TABLE, r" +X\(u64, output_rows\).*\\\n", ""), "layout"),
-    "field widened": (
-        EXCHANGE,
-        Edit(TABLE, r"X\(u32, credit_value\)", "X(u64, credit_value)"),
-        "padding",
-    ),
-    "padding": (
-        EXCHANGE,
-        Edit(TABLE, r"(STAGE_FIELDS(?:.*\\\n)+?.*num_streams\)) *\\\n.*", r"\1"),
-        "padding",
-    ),
-    "control words": (EXCHANGE, Edit("kernels/body/args.h", r"u64 reserved;", ""), "layout"),
-    "row header": (
-        DISPATCH,
-        Edit("kernels/body/handle.h", r"u32 local_rank;", "u64 local_rank;"),
-        "layout",
-    ),
-    "handle": (
-        DISPATCH,
-        Edit("kernels/body/handle.h", r"X\(u32, reserved\)", "X(u64, reserved)"),
-        "padding",
-    ),
-    "route": (ROUTE, Edit("kernels/body/route.h", r"u32 reserved;", "u64 reserved;"), "layout"),
-}
+NETWORK = "kernels/entry/network/rocshmem"
+FAILURE = r"static assertion failed.*(?:layout|padding)"
 
 
-def compile_for(device: str, entry: str, root: Path, folder: Path) -> None:
+def records() -> dict[str, tuple[str, str]]:
+    """Every record that is made of a field list: its file and the list's name."""
+    folders = ("planner", "kernels/body", "kernels/transport")
+    return {
+        name: (str(path.relative_to(ROOT)), fields)
+        for folder in folders
+        for path in sorted((ROOT / folder).glob("*.h"))
+        for name, fields in re.findall(
+            r"^FASTKERN_RECORD\((\w+), (\w+)\);", path.read_text(), re.MULTILINE
+        )
+    }
+
+
+def drop_last_field(name: str) -> Edit:
+    path, fields = records()[name]
+    found = re.search(rf"#define {fields}\(X\).*\\\n(?:.*\\\n)*.*\n", (ROOT / path).read_text())
+    assert found, name
+    kept = found[0][: found[0].rindex("X(")].rstrip("\\ \n") + "\n"
+    return Edit(path, re.escape(found[0]), kept.replace("\\", r"\\"))
+
+
+def compile_for(device: str, entry: str, root: Path) -> None:
     if device == "cuda":
         compile_cuda(entry, "sm_90", root)
     else:
-        compile_hip(entry, "gfx942", folder, root)
+        compile_hip(entry, "gfx942", root)
 
 
 @pytest.mark.parametrize("device", ["cuda", "hip"])
 def test_copied_sources_compile(device: str, tmp_path: Path) -> None:
     """So that the errors below come from the edit, not from the copy."""
-    compile_for(device, EXCHANGE, copy_sources(tmp_path, []), tmp_path)
+    compile_for(device, EXCHANGE, copy_sources(tmp_path, []))
 
 
-@pytest.mark.parametrize("name", BREAKS)
+@pytest.mark.parametrize("entry", KERNELS, ids=lambda entry: Path(entry).name)
 @pytest.mark.parametrize("device", ["cuda", "hip"])
-def test_changed_layout_is_refused(device: str, name: str, tmp_path: Path) -> None:
-    entry, edit, message = BREAKS[name]
-    root = copy_sources(tmp_path, [edit])
+def test_every_compile_asserts_the_tables_layout(device: str, entry: str, tmp_path: Path) -> None:
+    lost = Edit(TABLE, r" +X\(u64, output_rows\).*\\\n", "")
+    with pytest.raises(CompileError, match=FAILURE):
+        compile_for(device, entry, copy_sources(tmp_path, [lost]))
+
+
+def test_records_are_found() -> None:
+    names = {"Header", "Stage", "Control", "MoeArgs", "KernelArgs", "LaunchArgs", "RouteArgs"}
+    assert names | {"HandleHeader", "ErrorRecord", "TraceEvent", "NetworkArgs"} <= set(records())
+
+
+# CUDA's entries of networks include libraries; HIP's has declarations instead.
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [("hip", name) for name in records()]
+    + [("cuda", name) for name in records() if name != "NetworkArgs"],
+)
+def test_a_lost_field_is_refused(device: str, name: str, tmp_path: Path) -> None:
+    entry = {"RouteArgs": ROUTE, "NetworkArgs": NETWORK}.get(name, EXCHANGE)
+    root = copy_sources(tmp_path, [drop_last_field(name)])
+    with pytest.raises(CompileError, match=FAILURE):
+        compile_for(device, entry, root)
+
+
+OTHERS = {
+    "field widened": (Edit(TABLE, r"X\(u32, credit_value\)", "X(u64, credit_value)"), "padding"),
+    "padding": (
+        Edit(TABLE, r"(STAGE_FIELDS(?:.*\\\n)+?.*num_streams\)) *\\\n.*", r"\1"),
+        "padding",
+    ),
+    "row header": (
+        Edit("kernels/body/handle.h", r"u32 local_rank;", "u64 local_rank;"),
+        "layout",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("device", ["cuda", "hip"])
+def test_a_changed_layout_is_refused(device: str, name: str, tmp_path: Path) -> None:
+    edit, message = OTHERS[name]
     with pytest.raises(CompileError, match=rf"static assertion failed.*{message}"):
-        compile_for(device, entry, root, tmp_path)
+        compile_for(device, DISPATCH, copy_sources(tmp_path, [edit]))

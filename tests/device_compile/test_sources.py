@@ -12,12 +12,15 @@ from tests.device_compile.toolchain import ROOT
 TARGETS = ("host", "cuda", "hip")
 # What the host's launcher and runtime use besides, not the bodies.
 HOST_ONLY = {"clock_ns"}
+# Sizes that the host's teams have besides, for its launcher.
+TEAM_ONLY = {"kTeam", "kMostTeams"}
+# These include a library in one of two ways; nothing else asks what it is compiled for.
+LIBRARIES = {"nvshmem.h", "rocshmem.h"}
 SHARED = sorted(
-    [
-        *(ROOT / "kernels/body").glob("*.h"),
-        ROOT / "kernels/transport/mapped.h",
-        ROOT / "kernels/target/block_copy.h",
-    ]
+    path
+    for pattern in ("body/*.h", "transport/*.h", "target/block_copy.h", "target/words16.h")
+    for path in (ROOT / "kernels").glob(pattern)
+    if path.name not in LIBRARIES
 )
 
 
@@ -28,16 +31,25 @@ def target_text(target: str) -> str:
 def listed_operations(host_header: str) -> set[str]:
     """Those named at the top of host.h, on the comment's lines of words indented by three."""
     head = host_header.split("#pragma once")[0]
-    lines = re.findall(r"^//   ((?:[A-Za-z_]+ ?)+)$", head, re.MULTILINE)
+    lines = re.findall(r"^//   ((?:[A-Za-z_]\w* ?)+)$", head, re.MULTILINE)
     return {name for line in lines for name in line.split()}
 
 
 def operations(header: str) -> set[str]:
     """Names of the public member functions and constants of the header's target class."""
-    body = re.search(r"^class \w+Target \{\n  public:\n(.*?)^  private:", header, re.S | re.M)
+    body = re.search(
+        r"^class \w+Target\b[^{;]*\{\n  public:\n(.*?)^  (?:private|protected):",
+        header,
+        re.S | re.M,
+    )
     assert body, "no target class"
-    # A declaration starts at the class's own indentation; a constructor has no type before it.
-    functions = re.findall(r"^    (?!return\b)\w[\w<>&* ]* [&*]?(\w+)\(", body[1], re.MULTILINE)
+    # A declaration starts at the class's own indentation, after its template's parameters; a
+    # constructor has no type before its name.
+    functions = re.findall(
+        r"^    (?!return\b|using\b|template\b)(?:[\w:]+(?:\(auto\))?(?:<[^()]*>)?[*&]* )+[*&]*(\w+)\(",
+        body[1],
+        re.MULTILINE,
+    )
     constants = re.findall(r"^    static constexpr u32 (\w+) =", body[1], re.MULTILINE)
     return {*functions, *constants}
 
@@ -45,6 +57,7 @@ def operations(header: str) -> set[str]:
 def test_operations_are_listed() -> None:
     listed = listed_operations(target_text("host"))
     assert {"lane", "copy", "drain", "compare_and_swap", "kValues", "product"} <= listed
+    assert {"kept", "team_rank", "load16", "kWide", "constant"} <= listed
     assert operations(target_text("host")) - HOST_ONLY == listed
 
 
@@ -53,10 +66,23 @@ def test_operations_are_equal(target: str) -> None:
     assert operations(target_text(target)) == listed_operations(target_text("host"))
 
 
+def test_the_hosts_teams_add_no_operations() -> None:
+    teams = operations(target_text("host_team"))
+    assert {"team_copy", "team_rank", "kWide"} <= teams
+    assert teams - TEAM_ONLY <= listed_operations(target_text("host"))
+
+
 @pytest.mark.parametrize(
     ("name", "pattern", "count"),
-    [("drain", r"\b{}\(\) const", 1), ("kValues", r"\b{} =", 1), ("product", r"\b{}\(", 2)],
-    ids=["function", "constant", "overloads"],
+    [
+        ("drain", r"\b{}\(\) const", 1),
+        ("kept", r"\b{}\(const Make&", 1),
+        ("forget", r"\b{}\(const T\*\*", 1),
+        ("kWide", r"\b{} =", 1),
+        ("kValues", r"\b{} =", 1),
+        ("product", r"\b{}\(", 2),
+    ],
+    ids=["function", "template", "static-template", "constant", "constant-template", "overloads"],
 )
 @pytest.mark.parametrize("target", TARGETS)
 def test_other_operations_are_found(target: str, name: str, pattern: str, count: int) -> None:

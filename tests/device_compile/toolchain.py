@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -96,7 +97,7 @@ class CudaBuild:
 def compile_cuda(entry: str, arch: str, root: Path = ROOT) -> CudaBuild:
     """Compile the entry's .cu with NVRTC for `arch` ("sm_90"). Raises CompileError.
 
-    As a program does it, but for the positions of instructions in the sources, which change none.
+    As programs do it, but with the positions of instructions in the sources.
     """
     nvrtc = load("cuda.bindings.nvrtc", "cuda-bindings and nvidia-cuda-nvrtc")
 
@@ -147,16 +148,17 @@ def disassemble_cuda(cubin: bytes) -> str:
     return result.stdout
 
 
-def compile_hip(entry: str, arch: str, root: Path = ROOT) -> str:
+def compile_hip(entry: str, arch: str, root: Path = ROOT, positions: bool = True) -> str:
     """Compile the entry's .hip for `arch` ("gfx942") to assembly. Raises CompileError.
 
-    As HIPRTC does it, but for the positions of instructions in the sources, which change none.
+    positions: of instructions in the sources, which programs compile without.
     """
     load("ziglang", "ziglang")
+    lines = ("-gline-tables-only",) if positions else ()
     command = [
         *(sys.executable, "-m", "ziglang", "clang", "-x", "hip", "-S"),
         *(f"--offload-arch={arch}", "--offload-device-only", "--no-gpu-bundle-output"),
-        *("-nogpulib", "-nogpuinc", *HIP_FLAGS, "-gline-tables-only"),
+        *("-nogpulib", "-nogpuinc", *HIP_FLAGS, *lines),
         *("-Wall", "-Wextra", "-Werror", f"-I{root}", str(root / f"{entry}.hip"), "-o", "-"),
     ]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
@@ -180,22 +182,45 @@ def link_hip(assembly: str, arch: str, folder: Path) -> bytes:
     return linked.read_bytes()
 
 
-# What stands as it is gets compiled and read once per run, whoever asks for it.
+# What stands as it is gets compiled and read once per run, whoever asks for it. A build that is
+# started ahead runs beside the tests.
+_pool = ThreadPoolExecutor(2)
 
 
 @functools.cache
+def _cuda_build(entry: str, arch: str) -> Future[tuple[CudaBuild, str]]:
+    def build() -> tuple[CudaBuild, str]:
+        made = compile_cuda(entry, arch)
+        return made, disassemble_cuda(made.cubin)
+
+    return _pool.submit(build)
+
+
+@functools.cache
+def _hip_build(entry: str, arch: str) -> Future[str]:
+    return _pool.submit(compile_hip, entry, arch)
+
+
+def start_build(entry: str, arch: str) -> None:
+    """Start to compile an entry as it stands."""
+    (_cuda_build if arch.startswith("sm_") else _hip_build)(entry, arch)
+
+
+def stop_builds() -> None:
+    """Those that have not begun."""
+    _pool.shutdown(cancel_futures=True)
+
+
 def cuda_build(entry: str, arch: str) -> CudaBuild:
-    return compile_cuda(entry, arch)
+    return _cuda_build(entry, arch).result()[0]
 
 
-@functools.cache
 def cuda_sass(entry: str, arch: str) -> str:
-    return disassemble_cuda(cuda_build(entry, arch).cubin)
+    return _cuda_build(entry, arch).result()[1]
 
 
-@functools.cache
 def hip_assembly(entry: str, arch: str) -> str:
-    return compile_hip(entry, arch)
+    return _hip_build(entry, arch).result()
 
 
 @functools.cache

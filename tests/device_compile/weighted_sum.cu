@@ -1,42 +1,16 @@
 // Nothing but weighted sums, of float and of double: what of the combine must not be fused.
 #include "kernels/target/cuda.h"
 //
-#include "kernels/body/exchange.h"
+#include "tests/device_compile/weighted_sum.h"
 
 using namespace fastkern;
 
-// As the combine adds them.
-template <class Sum>
-__device__ void sum_row(const KernelArgs& args, u64 window_row, u64 target_row) {
-    const CudaTarget target;
-    const TableView table = view_table(args.table);
-    const Combiner<CudaTarget, Sum> combiner(target, table, args);
-    combiner.sum(combiner.partial_row(window_row, args.rank, target_row));
-}
-
-// One after the other, with nothing between product and addition that could keep a compiler
-// from it.
-template <class Sum>
-__device__ void sum_products(const Sum* values, const Sum* weights, u32 count, Sum* sum) {
-    Sum total = *sum;
-    for (u32 k = 0; k < count; ++k) total = total + CudaTarget::product(values[k], weights[k]);
-    *sum = total;
-}
-
-extern "C" __global__ void sum_floats(const __grid_constant__ KernelArgs args, u64 from, u64 to) {
-    sum_row<float>(args, from, to);
-}
-
-extern "C" __global__ void sum_doubles(const __grid_constant__ KernelArgs args, u64 from, u64 to) {
-    sum_row<double>(args, from, to);
-}
-
-extern "C" __global__ void sum_float_products(const float* values, const float* weights, u32 count,
-                                              float* sum) {
-    sum_products(values, weights, count, sum);
-}
-
-extern "C" __global__ void sum_double_products(const double* values, const double* weights,
-                                               u32 count, double* sum) {
-    sum_products(values, weights, count, sum);
-}
+#define FASTKERN_KERNEL(name, Sum)                                                       \
+    extern "C" __global__ void name##s(const __grid_constant__ SumArgs args) {           \
+        sum_row<CudaTarget, Sum>(args);                                                  \
+    }                                                                                    \
+    extern "C" __global__ void name##_products(const __grid_constant__ SumArgs args) {   \
+        sum_products<CudaTarget, Sum>(args);                                             \
+    }
+FASTKERN_KERNEL(sum_float, float)
+FASTKERN_KERNEL(sum_double, double)

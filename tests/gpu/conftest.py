@@ -10,6 +10,7 @@ from fastkern.device.driver import Driver
 from fastkern.device.open_driver import open_driver
 from fastkern.errors import DeviceUnavailableError
 from perf.gpu.detect import find_target
+from tests.conftest import SharedPools
 
 
 @pytest.fixture(scope="session")
@@ -21,3 +22,11 @@ def gpu() -> Iterator[Driver]:
         pytest.fail(f"these tests need a GPU: {error}", pytrace=False)
     yield driver
     driver.close()
+
+
+@pytest.fixture(scope="session")
+def pools(gpu: Driver, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedPools]:
+    """Ranks as processes, on a machine that has a GPU."""
+    made = SharedPools(tmp_path_factory)
+    yield made
+    made.close()

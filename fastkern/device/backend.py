@@ -1,0 +1,97 @@
+"""Which device a communicator works on: a driver, and the order of its streams."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import DeviceUnavailableError
+from ..transports import Transport
+from .driver import Driver
+from .open_driver import open_driver
+from .streams import HostStreams, StreamOrder, TorchStreams
+
+_MEMBERS = ("target", "device", "launch", "resident_blocks")  # of a Driver, to tell one by
+
+
+@dataclass
+class DeviceBackend:
+    """owned: the driver is closed with the backend, unless memory stays that only it can free."""
+
+    driver: Driver
+    streams: StreamOrder
+    owned: bool
+    closed: bool = False
+
+    def keep_open_unless(self, freed: bool) -> None:
+        """Leave the driver to the process's end where the heap could not be freed."""
+        self.owned = self.owned and freed
+
+    def close(self) -> None:
+        """Let go of the device. A second call does nothing."""
+        if self.closed:
+            return
+        self.closed = True
+        self.streams.close()
+        if self.owned:
+            self.driver.close()
+
+
+def backend_name(backend: Any, transport: Transport) -> str:
+    """What all ranks must have in common of the backend that they were given, or None."""
+    if backend is not None:
+        return backend if isinstance(backend, str) else f"driver of {backend.target}"
+    if not transport.device:
+        return "host"
+    return "hip" if torch.version.hip else "cuda"
+
+
+def check_backend(backend: Any, transport: Transport) -> None:
+    """Raise TypeError or ValueError where they do not go together."""
+    if backend is not None and not isinstance(backend, str):
+        missing = [name for name in _MEMBERS if not hasattr(backend, name)]
+        if missing:
+            raise TypeError(f"backend must be a name or a Driver, not {backend!r}")
+    on_device = backend_name(backend, transport) != "host"
+    if transport.device and transport.name != "peer":
+        raise ValueError(f"a communicator works over shm, shaped and peer, not {transport.name}")
+    if on_device and not transport.device:
+        raise ValueError(
+            f"backend {backend_name(backend, transport)} needs a transport between devices, peer, "
+            f"not {transport.name}"
+        )
+    if transport.device and not on_device:
+        raise ValueError(f"transport {transport.name} is between devices, backend is host")
+
+
+def open_backend(backend: Any, transport: Transport) -> DeviceBackend | None:
+    """The device that tensors are on; None for the host. What `check_backend` has let pass.
+
+    Raises DeviceUnavailableError saying what is missing.
+    """
+    name = backend_name(backend, transport)
+    if name == "host":
+        return None
+    if not isinstance(backend, (str, type(None))):
+        return DeviceBackend(backend, _streams_of(backend), owned=False)
+    available = torch.cuda.is_available()
+    driver = open_driver(name, torch.cuda.current_device() if available else 0)
+    try:
+        return DeviceBackend(driver, _streams_of(driver), owned=True)
+    except BaseException:
+        driver.close()
+        raise
+
+
+def _streams_of(driver: Driver) -> StreamOrder:
+    if driver.target == "host":
+        return HostStreams(driver)
+    if not torch.cuda.is_available() or bool(torch.version.hip) != (driver.target == "hip"):
+        kind = {"cuda": "CUDA", "hip": "ROCm"}[driver.target]
+        raise DeviceUnavailableError(
+            f"this PyTorch, {torch.__version__}, has no {kind} device: tensors there need a build "
+            f"of PyTorch for {kind}, see pytorch.org"
+        )
+    return TorchStreams(torch.device("cuda", driver.device))
