@@ -8,7 +8,7 @@
 
 namespace fastkern {
 
-// Less than 16 bytes, by one team. (A loop would take registers, and most teams have no use for it.)
+// Less than 16 bytes, by one team. (A loop would take registers; most teams have no use for it.)
 template <class Memory, u32 kLanes>
 FASTKERN_DEVICE void copy_few(u32 lane, u8* to, const u8* from, u32 bytes) {
     if constexpr (kLanes >= 16) {
@@ -18,11 +18,11 @@ FASTKERN_DEVICE void copy_few(u32 lane, u8* to, const u8* from, u32 bytes) {
     }
 }
 
-// Teams of kLanes lanes take turns at tiles: kUnroll vectors of V for each lane,
-// which are all read before the first is written; neighbouring lanes touch neighbouring memory. All
-// teams share what is less than a tile. `to` and `from` are equal modulo sizeof(V); single bytes
-// lead up to the first aligned vector and follow the last one. Addresses are those of the team plus
-// the lane, and strides are constants: few registers.
+// Teams of kLanes lanes take turns at tiles: kUnroll vectors of V for each lane, which are all read
+// before the first is written; neighbouring lanes touch neighbouring memory. All teams share what
+// is less than a tile. `to` and `from` are equal modulo sizeof(V); single bytes lead up to the
+// first aligned vector and follow the last one. Addresses are those of the team plus the lane, and
+// strides are constants: few registers.
 //
 // Example, V of 16 bytes, 32 lanes, 2 teams, 5,000 bytes to an address 8 past a multiple of 16:
 // lanes 0 to 7 of team 0 copy 8 bytes; teams 0 and 1 copy a tile of 2,048 bytes each; of the 896

@@ -1,6 +1,6 @@
 // block_copy on the host, team after team and lane after lane: every byte of the target is written
-// once, none beside it, and every access is aligned. Prints the accesses by width, for a caller that
-// knows what is due.
+// once, none beside it, and every access is aligned. Prints the accesses by width, for a caller
+// that knows what is due.
 #define FASTKERN_DEVICE
 #define FASTKERN_ROLLED
 #include "kernels/target/block_copy.h"

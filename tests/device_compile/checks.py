@@ -1,4 +1,4 @@
-"""What must hold in what compilers say of kernels, and in their text. Each check returns its faults.
+"""What must hold in what compilers say of kernels, and in their text. Checks return faults.
 
 Checks of ways through a kernel are in order_checks.py, those of single operations in
 primitive_checks.py.

@@ -14,14 +14,12 @@ class Device:
     system_store: str
     add: str
     swap: str
-    # In this order: after a load, that it acquires; before a store, that it releases; what each wave
-    # does before the block barrier, that its stores are visible; what a lane does before it, that
-    # what it acquired is there for all; and that what it wrote to shared memory is.
-    acquire: tuple[str, ...]
-    release: tuple[str, ...]
-    drain: tuple[str, ...]
-    hand_on: tuple[str, ...]
-    shared_done: tuple[str, ...]
+    # Instructions in this order:
+    acquire: tuple[str, ...]  # after a load, that makes an acquire of it
+    release: tuple[str, ...]  # before a store, that makes a release of it
+    drain: tuple[str, ...]  # of each wave, before the block barrier: its stores are visible
+    hand_on: tuple[str, ...]  # of a lane, before the barrier: what it acquired is there for all
+    shared_done: tuple[str, ...]  # likewise what it wrote to shared memory
     barrier: str
     write_shared: str
     read_shared: str

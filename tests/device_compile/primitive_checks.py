@@ -145,6 +145,13 @@ def drain(kernel: Kernel, device: Device) -> list[str]:
     return faults
 
 
+def alike(texts: list[str], patterns: list[str]) -> bool:
+    return len(texts) == len(patterns) and all(
+        re.match(rf"(?:@\S+ )?{pattern}", text)
+        for pattern, text in zip(patterns, texts, strict=True)
+    )
+
+
 def copies(unrolled: int) -> Check:
     """For each width a loop of `unrolled` loads, then as many stores, and one for what is left."""
 
@@ -158,11 +165,7 @@ def copies(unrolled: int) -> Check:
         for width in (16, 8, 4, 1):
             for times in (unrolled, 1):
                 wanted = [device.load[width]] * times + [device.store[width]] * times
-                if not any(
-                    len(loop) == len(wanted)
-                    and all(re.match(rf"(?:@\S+ )?{w}", text) for w, text in zip(wanted, loop))
-                    for loop in found
-                ):
+                if not any(alike(loop, wanted) for loop in found):
                     faults.append(f"no loop of {times} loads and stores of {width} bytes")
         return faults
 

@@ -9,9 +9,9 @@ static_assert(CudaTarget::kWide == 16 && CudaTarget::kValues<float> == 4 &&
                   CudaTarget::kValues<double> == 1,
               "16 bytes of floats");
 
-#define FASTKERN_KERNEL(name)                                                              \
-    extern "C" __global__ void __launch_bounds__(512)                                      \
-        primitive_##name(const __grid_constant__ PrimitiveArgs args) {                     \
-        Primitives<CudaTarget>{CudaTarget(), args}.name();                                 \
+#define FASTKERN_KERNEL(name)                                          \
+    extern "C" __global__ void __launch_bounds__(512)                  \
+        primitive_##name(const __grid_constant__ PrimitiveArgs args) { \
+        Primitives<CudaTarget>{CudaTarget(), args}.name();             \
     }
-FASTKERN_PRIMITIVES(FASTKERN_KERNEL)
+#include "tests/device_compile/primitive_kernels.h"

@@ -168,20 +168,8 @@ struct Primitives {
 
     // A number of each lane.
     FASTKERN_DEVICE u32 given() const {
-        return static_cast<u32>(
-            Target::load8(args.pointers->from + u64{target.lane()} * 8));
+        return static_cast<u32>(Target::load8(args.pointers->from + u64{target.lane()} * 8));
     }
 };
-
-// KERNEL(name) for each.
-#define FASTKERN_PRIMITIVES(KERNEL)                                                          \
-    KERNEL(wait) KERNEL(signal) KERNEL(broadcast) KERNEL(barrier) KERNEL(share) KERNEL(keep) \
-    KERNEL(forget) KERNEL(constant) KERNEL(global) KERNEL(drain) KERNEL(copy)                \
-    KERNEL(team_copy) KERNEL(lane) KERNEL(num_lanes) KERNEL(block) KERNEL(team)              \
-    KERNEL(num_teams) KERNEL(team_lane) KERNEL(team_lanes) KERNEL(team_rank)                 \
-    KERNEL(team_pick) KERNEL(team_read) KERNEL(uniform) KERNEL(pause) KERNEL(now_ns)         \
-    KERNEL(load_relaxed) KERNEL(load_acquire) KERNEL(store_relaxed) KERNEL(store_release)    \
-    KERNEL(fetch_add) KERNEL(compare_and_swap) KERNEL(load16) KERNEL(load8) KERNEL(store16)  \
-    KERNEL(store8) KERNEL(product)
 
 }  // namespace fastkern

@@ -1,8 +1,8 @@
 """Where each kernel synchronises and moves rows, found in its assembly and counted.
 
-test_primitives.py says that an operation is what the protocol takes it for; here, that each is where
-the protocol wants it, and nowhere else. A body that changes must change these lists, after somebody
-has looked why. Names are "caller < its caller".
+test_primitives.py says that an operation is what the protocol takes it for; here, that each is
+where the protocol wants it, and nowhere else. A body that changes must change these lists, after
+somebody has looked why. Names are "caller < its caller".
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from tests.device_compile.toolchain import (
 PICKING: CallSites = {
     "load_relaxed": {
         "look_at < look": 1,  # the ticket of a queue
-        # The five waits of can_run (gate; pack flags of a put; a receive; its links; land and take),
-        # to look, and once more before giving up. Most polls find nothing.
+        # The five waits of can_run (gate; pack flags of a put; a receive; its links; land and
+        # take), to look, and once more before giving up. Most polls find nothing.
         "seen_at < seen": 10,
         "peek < check": 5,  # what was found instead, for the error record
         "claims_of < progress_of_all": 1,  # near a deadline: does any rank get on?
@@ -37,7 +37,7 @@ PICKING: CallSites = {
     },
     "load_acquire": {
         "seen_at < seen": 10,  # what a poll has found
-        "exhausted < can_run": 2,  # reduce: whoever claimed the items before it has seen their flags
+        "exhausted < can_run": 2,  # reduce: whoever claimed what lands has seen the flags
         "aborted < choose": 1,  # told to leave?
         "aborted < leave": 1,
         "raise_abort_from < raise_abort": 1,  # which origin was first
@@ -108,7 +108,8 @@ MOVING["fastkern_combine"] = MOVING["fastkern_combine_float64"] | {
     "store16": {"store < sum_values": 1},
     "store8": {"store < sum_values": 1},
 }
-# CUDA: records are copied to shared memory, what follows from them is kept there (two barriers each).
+# CUDA: records are copied to shared memory, and what follows from them is kept there, between two
+# barriers.
 KEEPING: dict[str, CallSites] = {
     "fastkern_exchange": {"barrier": {"share < run_launch": 1, "keep < keep_views": 4}},
     "fastkern_dispatch": {
@@ -156,7 +157,10 @@ BODY = "kernels/body"
 EDITS = {
     "relaxed-flag": (
         Edit("kernels/transport/mapped.h", r"target_\.store_release", "target_.store_relaxed"),
-        ["store_release < signal < put: 0, not 1", "store_release < signal < give_credit: 0, not 1"],
+        [
+            "store_release < signal < put: 0, not 1",
+            "store_release < signal < give_credit: 0, not 1",
+        ],
     ),
     "no-poll": (
         Edit("kernels/transport/mapped.h", r"target\.load_relaxed\(flag\) >= stamp && ", ""),

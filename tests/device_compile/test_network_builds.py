@@ -15,12 +15,13 @@ from pathlib import Path
 
 import pytest
 
+from fastkern.device import compile as device_compile
 from fastkern.device.compile import compile_entry, compile_with
 from fastkern.device.compile_gin import GinCompiler
 from fastkern.device.compile_nvshmem import NvshmemCompiler
 from fastkern.device.kernel_cache import KernelCache
 from fastkern.device.libraries import nccl_library_version, read_macro
-from fastkern.device.sources import read_network_entry
+from fastkern.device.sources import EntrySource, read_network_entry
 from fastkern.errors import CompileError
 from tests.device_compile.toolchain import ROOT, Edit, copy_sources, load
 from tests.device_compile.transport_builds import (
@@ -43,6 +44,12 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def builds(tmp_path_factory: pytest.TempPathFactory, cache_folder: Path) -> Iterator[Builds]:
     """All that takes long, two at a time."""
 
+    # One state of the sources for all tests, whatever is edited meanwhile.
+    tree = copy_sources(tmp_path_factory.mktemp("tree"), [])
+
+    def read(transport: str) -> EntrySource:
+        return read_network_entry(transport, tree)
+
     def whole_nvshmem() -> bytes:
         cache = KernelCache(cache_folder)
         return compile_entry("exchange", "cuda", "sm_90", cache=cache, transport="nvshmem")
@@ -59,7 +66,8 @@ def builds(tmp_path_factory: pytest.TempPathFactory, cache_folder: Path) -> Iter
         return compile_with(GinCompiler(), source, "sm_90", None, KernelCache(None))
 
     broken = Edit("kernels/transport/nccl_gin.h", r"#pragma once\n", "#pragma once\nint x = no;\n")
-    with ThreadPoolExecutor(2) as pool:
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as pool:
+        patch.setattr(device_compile, "read_network_entry", read)
         yield {
             "nvshmem": pool.submit(whole_nvshmem),
             "nccl_gin": pool.submit(gin),

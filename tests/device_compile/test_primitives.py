@@ -9,7 +9,7 @@ import pytest
 
 from tests.device_compile import checks
 from tests.device_compile.devices import DEVICES
-from tests.device_compile.listing import hip_kernels, ptx_kernels
+from tests.device_compile.listing import ptx_kernels
 from tests.device_compile.primitive_checks import CHECKS, faults_of
 from tests.device_compile.test_sources import listed_operations, target_text
 from tests.device_compile.toolchain import (

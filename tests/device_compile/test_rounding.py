@@ -24,7 +24,7 @@ KERNELS = {
     "sum_doubles": "double",
     "sum_double_products": "double",
 }
-# In a combine's own loop compilers find nothing to fuse today; the plain loop shows that they would.
+# In a combine's own loop compilers find nothing to fuse today; the plain one shows that they try.
 
 
 def faults(kernels: dict[str, Kernel]) -> dict[str, list[str]]:

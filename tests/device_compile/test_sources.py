@@ -45,11 +45,9 @@ def operations(header: str) -> set[str]:
     assert body, "no target class"
     # A declaration starts at the class's own indentation, after its template's parameters; a
     # constructor has no type before its name.
-    functions = re.findall(
-        r"^    (?!return\b|using\b|template\b)(?:[\w:]+(?:\(auto\))?(?:<[^()]*>)?[*&]* )+[*&]*(\w+)\(",
-        body[1],
-        re.MULTILINE,
-    )
+    word = r"[\w:]+(?:\(auto\))?(?:<[^()]*>)?[*&]*"
+    declaration = rf"^    (?!return\b|using\b|template\b)(?:{word} )+[*&]*(\w+)\("
+    functions = re.findall(declaration, body[1], re.MULTILINE)
     constants = re.findall(r"^    static constexpr u32 (\w+) =", body[1], re.MULTILINE)
     return {*functions, *constants}
 

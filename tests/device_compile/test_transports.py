@@ -177,7 +177,7 @@ def builds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builds]:
 
 
 @pytest.mark.parametrize("arch", NETWORK_ARCHES)
-def test_nvshmem(arch: str, builds: Builds, tmp_path: Path) -> None:
+def test_nvshmem(arch: str, builds: Builds) -> None:
     build = builds[f"nvshmem {arch}"].result()
     linked = link_nvshmem(build.cubin, arch)
     assert linked.cubin.startswith(b"\x7fELF")
@@ -187,7 +187,7 @@ def test_nvshmem(arch: str, builds: Builds, tmp_path: Path) -> None:
     assert all(name in spills for name in registers)
     assert max(registers.values()) <= MOST_REGISTERS
     report("nvshmem", arch, registers, spills)
-    assert transport_checks.copy_loop_faults(disassemble_cuda(build.cubin, tmp_path)) == []
+    assert transport_checks.copy_loop_faults(disassemble_cuda(build.cubin)) == []
 
 
 def test_an_unresolved_symbol_is_found(builds: Builds) -> None:
@@ -197,26 +197,26 @@ def test_an_unresolved_symbol_is_found(builds: Builds) -> None:
 
 
 @pytest.mark.parametrize("arch", NETWORK_ARCHES)
-def test_nccl_gin(arch: str, builds: Builds, tmp_path: Path) -> None:
+def test_nccl_gin(arch: str, builds: Builds) -> None:
     build = builds[f"gin {arch}"].result()
     assert build.cubin.startswith(b"\x7fELF")
     registers = checks.ptxas_registers(build.log)
     assert sorted(registers) == sorted(kernels_for(arch))
     assert max(registers.values()) <= MOST_REGISTERS
     report("nccl_gin", arch, registers, transport_checks.spills_by_function(build.log))
-    assert transport_checks.copy_loop_faults(disassemble_cuda(build.cubin, tmp_path)) == []
+    assert transport_checks.copy_loop_faults(disassemble_cuda(build.cubin)) == []
 
 
-def test_spills_and_bad_copy_loops_are_found(builds: Builds, tmp_path: Path) -> None:
+def test_spills_and_bad_copy_loops_are_found(builds: Builds) -> None:
     build = builds["broken"].result()
     assert transport_checks.spills_by_function(build.log)["fastkern_exchange"] > 0
-    faults = transport_checks.copy_loop_faults(disassemble_cuda(build.cubin, tmp_path))
+    faults = transport_checks.copy_loop_faults(disassemble_cuda(build.cubin))
     assert any(fault.startswith("non-coherent: LDG.E.128.CONSTANT") for fault in faults)
 
 
 @pytest.mark.parametrize("arch", HIP_ARCHES)
 def test_rocshmem(arch: str, tmp_path: Path) -> None:
-    assembly = compile_rocshmem(arch, tmp_path, sources_for(ROCSHMEM, arch, tmp_path))
+    assembly = compile_rocshmem(arch, sources_for(ROCSHMEM, arch, tmp_path))
     assert undefined_functions(assembly) == ROCSHMEM_NAMES
     registers = checks.hip_registers(assembly)
     assert sorted(registers) == sorted(kernels_for(arch))
@@ -254,12 +254,12 @@ def test_rocshmem_declarations_are_what_is_called() -> None:
 )
 def test_other_functions_are_found(edit: Edit, change: set[str], tmp_path: Path) -> None:
     root = copy_sources(tmp_path, [edit, only_exchange(ROCSHMEM)])
-    undefined = undefined_functions(compile_rocshmem("gfx942", tmp_path, root))
+    undefined = undefined_functions(compile_rocshmem("gfx942", root))
     assert undefined ^ ROCSHMEM_NAMES == change
 
 
 def test_a_bad_amd_copy_loop_is_found(tmp_path: Path) -> None:
     narrow = Edit("kernels/target/block_copy.h", r"skew % 16 == 0", "skew % 16 == 16")
     root = copy_sources(tmp_path, [narrow, only_exchange(ROCSHMEM)])
-    faults = transport_checks.amd_copy_loop_faults(compile_rocshmem("gfx942", tmp_path, root))
+    faults = transport_checks.amd_copy_loop_faults(compile_rocshmem("gfx942", root))
     assert faults == ["no loop of 16-byte global loads and stores"]

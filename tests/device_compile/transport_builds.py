@@ -11,13 +11,19 @@ import importlib.metadata
 import re
 import shutil
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.device_compile.toolchain import ROOT, CompileError, Edit, copy_sources, load
+from tests.device_compile.toolchain import (
+    ROOT,
+    CompileError,
+    Edit,
+    compile_hip,
+    copy_sources,
+    load,
+)
 
 NVSHMEM = "kernels/entry/network/nvshmem.cu"
 GIN = "kernels/entry/network/nccl_gin.cu"
@@ -141,20 +147,9 @@ def compile_gin(arch: str, folder: Path, root: Path = ROOT) -> NetworkBuild:
     return NetworkBuild(output.read_bytes(), result.stdout + result.stderr)
 
 
-def compile_rocshmem(arch: str, folder: Path, root: Path = ROOT) -> str:
+def compile_rocshmem(arch: str, root: Path = ROOT) -> str:
     """Compile rocSHMEM's entries with clang to assembly. Raises CompileError."""
-    load("ziglang", "ziglang")
-    output = folder / f"rocshmem_{arch}.s"
-    command = [
-        *(sys.executable, "-m", "ziglang", "clang", "-x", "hip", "-S"),
-        *(f"--offload-arch={arch}", "--offload-device-only", "--no-gpu-bundle-output"),
-        *("-nogpulib", "-nogpuinc", "-O3", "-std=c++20", "-Wall", "-Wextra", "-Werror"),
-        *(f"-I{root}", str(root / ROCSHMEM), "-o", str(output)),
-    ]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    if result.returncode != 0:
-        raise CompileError(result.stderr)
-    return output.read_text()
+    return compile_hip(ROCSHMEM.removesuffix(".hip"), arch, root)
 
 
 def undefined_functions(assembly: str) -> set[str]:

@@ -5,12 +5,12 @@
 
 using namespace fastkern;
 
-#define FASTKERN_KERNEL(name, Sum)                                                       \
-    extern "C" __global__ void name##s(const __grid_constant__ SumArgs args) {           \
-        sum_row<CudaTarget, Sum>(args);                                                  \
-    }                                                                                    \
-    extern "C" __global__ void name##_products(const __grid_constant__ SumArgs args) {   \
-        sum_products<CudaTarget, Sum>(args);                                             \
+#define FASTKERN_KERNEL(name, Sum)                                                     \
+    extern "C" __global__ void name##s(const __grid_constant__ SumArgs args) {         \
+        sum_row<CudaTarget, Sum>(args);                                                \
+    }                                                                                  \
+    extern "C" __global__ void name##_products(const __grid_constant__ SumArgs args) { \
+        sum_products<CudaTarget, Sum>(args);                                           \
     }
 FASTKERN_KERNEL(sum_float, float)
 FASTKERN_KERNEL(sum_double, double)

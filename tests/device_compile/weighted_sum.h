@@ -28,7 +28,8 @@ FASTKERN_DEVICE void sum_row(const SumArgs& args) {
     Combiner<MoeCall<Target, Transport>, Sum>(call, item).sum(SumRow{args.count, args.to_row});
 }
 
-// One after the other, with nothing between product and addition that could keep a compiler from it.
+// One after the other, with nothing between product and addition that could keep a compiler from
+// fusing them.
 template <class Target, class Sum>
 FASTKERN_DEVICE void sum_products(const SumArgs& args) {
     const Sum* const values = reinterpret_cast<const Sum*>(args.values);

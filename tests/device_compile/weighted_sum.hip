@@ -5,12 +5,10 @@
 
 using namespace fastkern;
 
-#define FASTKERN_KERNEL(name, Sum)                                 \
-    extern "C" __global__ void name##s(const SumArgs args) {       \
-        sum_row<HipTarget, Sum>(args);                             \
-    }                                                              \
-    extern "C" __global__ void name##_products(const SumArgs args) { \
-        sum_products<HipTarget, Sum>(args);                        \
+#define FASTKERN_KERNEL(name, Sum)                                                            \
+    extern "C" __global__ void name##s(const SumArgs args) { sum_row<HipTarget, Sum>(args); } \
+    extern "C" __global__ void name##_products(const SumArgs args) {                          \
+        sum_products<HipTarget, Sum>(args);                                                   \
     }
 FASTKERN_KERNEL(sum_float, float)
 FASTKERN_KERNEL(sum_double, double)
