@@ -88,7 +88,7 @@ class DeviceRoute:
         self._args["handle"] = block.data_ptr()
         self._args["layout"] = LAYOUTS.index(layout)
         self._launch("fastkern_route_fill", self._units)
-        self._runtime.streams.settle()
+        self._runtime.streams.settle(self._words, self._maps, self._idx, uploaded, block)
         return meta
 
     def _launch(self, kernel: str, num_items: int) -> None:

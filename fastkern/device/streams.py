@@ -34,8 +34,12 @@ class StreamOrder(Protocol):
     def current(self) -> int:
         """The driver's stream into which a call made now goes."""
 
-    def settle(self) -> bool:
-        """After work has been given to `current`: on the CPU, wait for it. Whether it has ended."""
+    def settle(self, *used: torch.Tensor) -> bool:
+        """After work has been given to `current`: on the CPU, wait for it. Whether it has ended.
+
+        used: memory of that work which its caller lets go of now. PyTorch's allocators on devices
+        give it out again in stream order; on the CPU it is kept until the work has ended.
+        """
 
     def upload(self, content: Bytes) -> torch.Tensor:
         """uint8 [bytes] on the device, in stream order; the content may change afterwards."""
@@ -71,11 +75,13 @@ class HostStreams:
         self.waits = True
         self._driver = driver
         self._stream = driver.create_stream()
+        self._used: list[torch.Tensor] = []
 
     def current(self) -> int:
         return self._stream
 
-    def settle(self) -> bool:
+    def settle(self, *used: torch.Tensor) -> bool:
+        self._used += used
         if self.waits:
             self.wait()
         return self.waits
@@ -90,6 +96,7 @@ class HostStreams:
 
     def wait(self) -> None:
         self._driver.synchronize(self._stream)
+        self._used = []
 
     def use(self, tensor: torch.Tensor) -> None:
         """CPU memory belongs to no stream."""
@@ -116,7 +123,7 @@ class TorchStreams:
     def current(self) -> int:
         return int(torch.cuda.current_stream(self.device).cuda_stream)
 
-    def settle(self) -> bool:
+    def settle(self, *used: torch.Tensor) -> bool:
         return False
 
     def upload(self, content: Bytes) -> torch.Tensor:

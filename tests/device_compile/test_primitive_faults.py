@@ -344,6 +344,12 @@ def test_broken_hip_primitives_are_found(name: str, tmp_path: Path) -> None:
     check_faults(HIP_BREAKS[name], "gfx942", tmp_path)
 
 
+@pytest.mark.parametrize("name", ["vanished-wait", "relaxed", "no-barrier", "early"])
+def test_broken_gfx90a_primitives_are_found(name: str, tmp_path: Path) -> None:
+    """Where other instructions acquire and release."""
+    check_faults(HIP_BREAKS[name], "gfx90a", tmp_path)
+
+
 def check_faults(broken: Broken, arch: str, folder: Path) -> None:
     kernels = kernels_from(PRIMITIVES, arch, copy_sources(folder, broken.edits))
     found = {name: faults_of(name, kernels[f"primitive_{name}"], DEVICES[arch]) for name in CHECKS}
