@@ -4,7 +4,8 @@
 // Every target supplies the same operations:
 //   lane num_lanes block barrier drain copy
 //   broadcast shared share keep kept forget constant global
-//   team num_teams team_lane team_lanes team_copy team_rank team_pick team_read uniform pause now_ns
+//   team num_teams team_lane team_lanes team_copy team_rank team_pick team_read uniform
+//   pause now_ns
 //   load_relaxed load_acquire store_relaxed store_release fetch_add compare_and_swap
 //   kValues kWide load16 load8 store16 store8 product
 // A team is a group of neighbouring lanes that step together without a barrier (a warp, a wave;
@@ -94,7 +95,8 @@ class HostTarget {
     const T& share(const T& given) const {
         return given;
     }
-    // Values that are the same on all lanes, one of each type: kept by each lane, which is a thread.
+    // Values that are the same on all lanes, one of each type: kept by each lane, which is a
+    // thread.
     template <class T>
     void keep(const T& value) const {
         kept_here<T>() = value;

@@ -1,6 +1,6 @@
 // The host target with teams of several lanes, for tests: team operations, copies and wide accesses
-// go the way they go on devices, where nothing but a GPU could run them otherwise. Lanes are threads
-// that meet at each team operation; all lanes of a team must come, as on devices.
+// go the way they go on devices, where nothing but a GPU could run them otherwise. Lanes are
+// threads that meet at each team operation; all lanes of a team must come, as on devices.
 #pragma once
 
 #include <cstdio>

@@ -1,7 +1,7 @@
-// What stands in for libcuda.so.1 and libamdhip64.so behind the real Python bindings, and shows that
-// the drivers' arguments arrive as the C interfaces want them. Memory is the process's, work is done
-// at once or, while a stream is captured, kept for the graph. What is not right is refused with
-// "invalid value", after a line in stub_complaint().
+// What stands in for libcuda.so.1 and libamdhip64.so behind the real Python bindings, and shows
+// that the drivers' arguments arrive as the C interfaces want them. Memory is the process's, work
+// is done at once or, while a stream is captured, kept for the graph. What is not right is refused
+// with "invalid value", after a line in stub_complaint().
 //
 // A module's image is text: "name=record_bytes;...".
 #pragma once
