@@ -49,7 +49,8 @@ class Communicator:
     servers: number of servers N; ranks of a server are neighbours in the group. Detected if not
     given.
     transport: "shm" or "shaped" for CPU tensors, "peer" for GPUs of one host, one for each rank; or
-    a Transport with figures of its own.
+    a Transport with figures of its own. By default "peer" where the backend is a device, else
+    "shm".
     backend: "host", "cuda", "hip", or a Driver (fastkern.device.driver) that stays its owner's; by
     default what the transport needs: the accelerator that torch was built for. On GPUs the rank's
     device is torch's current one. All tensors of a call are on `device`; counts and handles'

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ class Settings:
     LOCAL_WORLD_SIZE: ranks per server, as launchers set it.
     """
 
-    transport: str | Transport = "shm"
+    transport: str | Transport = "auto"
     policy: str = "auto"
     num_blocks: int | None = None
     chunk_bytes: int = 128 * 1024
@@ -57,6 +57,9 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Raises ValueError or TypeError naming the setting."""
+        if self.transport == "auto":
+            name = "shm" if self.backend in (None, "host") else "peer"
+            object.__setattr__(self, "transport", name)
         for name, least, most in (
             ("num_blocks", 1, 1024),
             ("chunk_bytes", 1, _MOST),
@@ -96,8 +99,7 @@ def _number(name: str, kind: type[int] | type[float], least: float) -> int | flo
     return value
 
 
-def read_settings() -> Settings:
-    """The settings of this process. Raises ValueError naming the variable."""
+def _environment() -> dict[str, Any]:
     given = {
         "transport": os.environ.get("FASTKERN_TRANSPORT") or None,
         "backend": os.environ.get("FASTKERN_BACKEND") or None,
@@ -111,12 +113,17 @@ def read_settings() -> Settings:
         "local_world_size": _number("LOCAL_WORLD_SIZE", int, 1),
     }
     debug = os.environ.get("FASTKERN_DEBUG", "0") not in ("", "0")
-    return Settings(debug=debug, **{k: v for k, v in given.items() if v is not None})  # type: ignore[arg-type]
+    return {"debug": debug, **{k: v for k, v in given.items() if v is not None}}
+
+
+def read_settings() -> Settings:
+    """The settings of this process. Raises ValueError naming the variable."""
+    return Settings(**_environment())
 
 
 def choose_settings(given: dict[str, Any]) -> Settings:
     """The environment's settings with those given in code (not None) over them."""
-    return replace(read_settings(), **{k: v for k, v in given.items() if v is not None})
+    return Settings(**{**_environment(), **{k: v for k, v in given.items() if v is not None}})
 
 
 def read_cache_dir() -> Path | None:

@@ -1,5 +1,6 @@
 // HIP entry, transport `peer`: every rank's heap is mapped here, flags and all that a peer writes
 // during the call as fine-grained memory.
+// 32 means 64 registers: the compiler doubles amdgpu_num_vgpr on gfx90a and later.
 #include "kernels/target/hip.h"
 //
 #include "kernels/body/exchange.h"

@@ -211,6 +211,7 @@ def with_backends(rank: int, ranks: int) -> list[str]:
     """Nothing here has a GPU."""
     given: list[dict[str, Any]] = [
         {"transport": "peer"},
+        {"backend": "cuda"},
         {"transport": "peer", "backend": "cuda" if rank else "hip"},
         {"transport": "peer", "backend": "host"},
         {"transport": "shm", "backend": "cuda"},
@@ -236,9 +237,10 @@ def with_backends(rank: int, ranks: int) -> list[str]:
 def test_a_backend_that_cannot_be_had(shared_pools: SharedPools) -> None:
     outcomes = shared_pools.pool(3).run(with_backends)
     assert all(texts == outcomes[0] for texts in outcomes)
-    cuda, hip, host, shm, network, unknown, number, disagree = outcomes[0]
+    cuda, alone, hip, host, shm, network, unknown, number, disagree = outcomes[0]
     assert cuda.startswith("DeviceUnavailableError: rank 0: ")
     assert "pip install 'fastkern[cuda]'" in cuda or "libcuda" in cuda or "PyTorch" in cuda
+    assert alone == cuda  # on devices the transport is peer
     assert hip.startswith("DeviceUnavailableError: rank 0: ")
     assert host == "ValueError: rank 0: transport peer is between devices, backend is host"
     assert shm.startswith("ValueError: rank 0: backend cuda needs a transport between devices")
