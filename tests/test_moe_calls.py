@@ -243,3 +243,30 @@ def test_handles(four: Pool) -> None:
     for texts in four.run(with_handles):
         for text, start in zip(texts, expected, strict=True):
             assert text.startswith(start), text
+
+
+def with_too_many_partials(rank: int, num_ranks: int) -> list[str]:
+    from fastkern import Communicator
+    from fastkern.moe.handle import header_of
+
+    with Communicator(servers=2) as comm:
+        x, idx, weights = routing(rank, 4, 3, 8)
+        recv, got, _, handle = comm.dispatch(x, idx, weights, num_experts=8)
+        header = header_of(handle.meta)
+        true = int(header["num_partials"])
+        if rank == 3:
+            header["num_partials"] = (1 << 32) - 1
+        texts = [message(lambda: comm.combine(recv, handle, weights=got))]
+        header["num_partials"] = true
+        torch.testing.assert_close(
+            comm.combine(recv, handle, weights=got), weighted(x, idx, weights)
+        )
+    return texts
+
+
+def test_more_partial_rows_than_can_be_numbered(four: Pool) -> None:
+    """They are refused on every rank, and the communicator works afterwards."""
+    outcomes = four.run(with_too_many_partials)
+    assert all(texts == outcomes[0] for texts in outcomes)
+    assert outcomes[0][0].startswith("ValueError: combine: ")
+    assert "partial rows on one rank" in outcomes[0][0]

@@ -214,8 +214,6 @@ class MoeRunner:
         assert isinstance(call, CombineCall)  # else the agreement has raised
         good, entered = call, time.perf_counter()
         num_partials = int(body[:, 0].max())
-        if num_partials >= NONE:  # they are numbered in 32 bits
-            raise ValueError(f"combine: {num_partials} partial rows on one rank, 2^32 - 1 or more")
         return self._runtime.guarded(lambda: self._sum(good, num_partials, begin, entered))
 
     def _sum(
@@ -226,6 +224,8 @@ class MoeRunner:
         table = plan.combine_table(
             self._rank, call.row_bytes, call.partial_row_bytes, num_partials, num_tokens
         )
+        if (rows := int(table.header["scratch_rows"])) >= NONE:  # the same on all ranks
+            raise ValueError(f"combine: {rows} partial rows on one rank, 2^32 - 1 or more")
         planned = time.perf_counter()
         read = [call.expert_out, call.weights, call.bias, call.meta]
         result = with_target(call.out, num_tokens, call.expert_out, read)
