@@ -6,17 +6,31 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.device_compile.toolchain import KERNELS, registers_used, start_build, stop_builds
+from tests.device_compile.toolchain import (
+    KERNELS,
+    PRIMITIVES,
+    WEIGHTED_SUM,
+    registers_used,
+    start_build,
+    stop_builds,
+)
+
+STARTED_AHEAD = {*KERNELS, PRIMITIVES, WEIGHTED_SUM}
 
 
 @pytest.fixture(scope="session", autouse=True)
 def builds(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Compiles, beside the tests, the entries that the selected ones are named for."""
+    """Compiles, beside the tests, what the selected ones are named for: an entry and an arch.
+
+    entry: by parameter, or the module's ENTRY.
+    """
     for item in request.session.items:
         callspec = getattr(item, "callspec", None)
         given = callspec.params if callspec else {}
-        if given.get("entry") in KERNELS and "arch" in given:
-            start_build(given["entry"], given["arch"])
+        module = item.getparent(pytest.Module)
+        entry = given.get("entry", getattr(module and module.obj, "ENTRY", None))
+        if entry in STARTED_AHEAD and "arch" in given:
+            start_build(entry, given["arch"])
     yield
     stop_builds()
 

@@ -42,7 +42,6 @@ CUDA = "kernels/target/cuda.h"
 HIP = "kernels/target/hip.h"
 ITEMS = "kernels/body/items.h"
 EXCHANGE_BODY = "kernels/body/exchange.h"
-NARROW_COPY = Edit("kernels/target/block_copy.h", r"skew % 16 == 0", "skew % 16 == 16")
 # Of a persistent kernel's lane.
 MOST_STACK_BYTES = 0
 
@@ -67,6 +66,7 @@ def test_cuda_kernel(arch: str, entry: str) -> None:
         assert transport_checks.copy_loop_faults(cuda_sass(entry, arch)) == []
     else:
         assert checks.ptx_faults(build.ptx, names=()) == []
+        assert ".CONSTANT" not in cuda_sass(entry, arch)
 
 
 @by_name
@@ -95,6 +95,7 @@ def test_orders(arch: str, entry: str) -> None:
     for name, kernel in kernels_of(entry, arch).items():
         assert order_faults(kernel, DEVICES[arch]) == [], name
         assert synchronising_faults(kernel, DEVICES[arch]) == [], name
+        assert kernel.texts(DEVICES[arch].bad) == [], name
 
 
 @by_name

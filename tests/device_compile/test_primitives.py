@@ -20,6 +20,7 @@ from tests.device_compile.toolchain import (
     kernels_of,
 )
 
+ENTRY = PRIMITIVES
 # Constants, asserted where they are compiled; and what is part of `keep` and of `barrier`.
 WITHOUT_A_KERNEL = {"kValues", "kWide", "kept", "shared"}
 
@@ -42,21 +43,21 @@ def test_every_operation_has_a_kernel() -> None:
     operations = listed_operations(target_text("host"))
     assert set(CHECKS) == operations - WITHOUT_A_KERNEL | {"wait", "signal"}
     for arch in (*CUDA_ARCHES, *HIP_ARCHES):
-        kernels = kernels_of(PRIMITIVES, arch)
+        kernels = kernels_of(ENTRY, arch)
         assert set(kernels) == {f"primitive_{name}" for name in CHECKS}
 
 
 @pytest.mark.parametrize("name", CHECKS)
 @pytest.mark.parametrize("arch", [*CUDA_ARCHES, *HIP_ARCHES])
 def test_primitive(arch: str, name: str) -> None:
-    kernel = kernels_of(PRIMITIVES, arch)[f"primitive_{name}"]
+    kernel = kernels_of(ENTRY, arch)[f"primitive_{name}"]
     assert faults_of(name, kernel, DEVICES[arch]) == []
 
 
 @pytest.mark.parametrize("arch", CUDA_ARCHES)
 def test_orders_in_ptx(arch: str) -> None:
     """SASS does not tell an acquire from a relaxed load."""
-    kernels = ptx_kernels(cuda_build(PRIMITIVES, arch).ptx)
+    kernels = ptx_kernels(cuda_build(ENTRY, arch).ptx)
     for name in CHECKS:
         text = "\n".join(found.text for found in kernels[f"primitive_{name}"].instructions)
         assert checks.ptx_faults(text, PTX.get(name, [])) == [], name

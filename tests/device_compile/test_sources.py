@@ -113,3 +113,35 @@ def test_bodies_hold_no_conditionals(path: Path) -> None:
 def test_conditionals_are_found() -> None:
     text = SHARED[0].read_text() + "\n#if defined(__HIP__)\n  #  endif\n"
     assert conditionals(text) == ["#if defined(__HIP__)", "  #  endif"]
+
+
+# What is read through caches that no acquire empties, since nobody writes it during a kernel.
+CONSTANT = {
+    ("items.h", "constant(arguments->table)"),
+    ("dispatch.h", "constant(reinterpret_cast<const HandleHeader*>(moe_arguments->handle))"),
+    ("network.h", "constant(args.table)"),
+    ("exchange.h", "share(launch.ranks[target.block() / launch.blocks_per_rank])"),
+    ("exchange.h", "share(*args.moe)"),
+}
+
+
+def read_as_constant(text: str) -> set[str]:
+    """Calls of constant() and share(), with their arguments."""
+    calls = set()
+    for found in re.finditer(r"(?:::|\.)((?:constant|share)\()", text):
+        end, depth = found.end(), 1
+        while depth:
+            depth += {"(": 1, ")": -1}.get(text[end], 0)
+            end += 1
+        calls.add(re.sub(r"\s+", " ", text[found.start(1) : end]))
+    return calls
+
+
+def test_what_peers_write_is_not_read_as_constant() -> None:
+    found = {(path.name, call) for path in SHARED for call in read_as_constant(path.read_text())}
+    assert found == CONSTANT
+
+
+def test_other_constants_are_found() -> None:
+    text = "u64 x = Target::constant(call.own_data() +\n  first(1))[0];"
+    assert read_as_constant(text) == {"constant(call.own_data() + first(1))"}

@@ -231,6 +231,11 @@ def kernels_of(entry: str, arch: str) -> dict[str, Kernel]:
     return hip_kernels(hip_assembly(entry, arch), ROOT)
 
 
+def start_kernels_from(entry: str, arch: str, root: Path) -> Future[dict[str, Kernel]]:
+    """Start to compile and read an entry from other sources, below `root`."""
+    return _pool.submit(kernels_from, entry, arch, root)
+
+
 def kernels_from(entry: str, arch: str, root: Path) -> dict[str, Kernel]:
     """The same from other sources, below `root`."""
     if arch.startswith("sm_"):
