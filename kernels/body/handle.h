@@ -65,6 +65,7 @@ static_assert(sizeof(RowEntry) == 12, "layout");
     X(u32, reserved)
 
 FASTKERN_RECORD(HandleHeader, FASTKERN_HANDLE_FIELDS);
+static_assert(sizeof(HandleHeader) == 168, "layout");
 
 struct HandleView {
     HandleHeader* header;
