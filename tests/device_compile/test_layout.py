@@ -95,6 +95,7 @@ OTHERS = {
         Edit("kernels/body/handle.h", r"u32 local_rank;", "u64 local_rank;"),
         "layout",
     ),
+    "handle": (Edit("kernels/body/handle.h", r" +X\(u64, alignment\).*\\\n", ""), "layout"),
 }
 
 
