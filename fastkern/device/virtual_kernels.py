@@ -29,6 +29,8 @@ _PERSISTENT = (
     "fastkern_combine",
     "fastkern_combine_float64",
 )
+# Lanes that step together (warp, wave): persistent kernels run on whole ones.
+_TEAM_LANES = {"cuda": 32, "hip": 64}
 
 
 def default_load(driver: Driver) -> Callable[[str], bytes]:
@@ -55,8 +57,12 @@ class Kernels:
     def get(self, name: str, num_lanes: int) -> Any:
         """A kernel to launch with blocks of num_lanes lanes.
 
-        Raises ValueError where a persistent kernel's blocks do not fit the device all at once.
+        Raises ValueError where a persistent kernel's blocks do not fit the device all at once, or
+        are not whole warps or waves.
         """
+        team = _TEAM_LANES.get(self._driver.target, 1)
+        if name in _PERSISTENT and num_lanes % team:
+            raise ValueError(f"num_lanes must be a multiple of {team}, not {num_lanes}")
         if name not in self._functions:
             entry = ENTRY_OF[name]
             if entry not in self._modules:

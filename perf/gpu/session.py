@@ -45,7 +45,7 @@ class Scale:
 GPU = Scale(
     dry=False,
     shapes=SHAPES,
-    lanes=(512, 32, 128, 64),
+    lanes=(512, 64, 128, 256),
     max_rows=96,
     max_width=3000,
     deadline_s=0.3,

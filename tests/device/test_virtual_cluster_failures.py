@@ -91,3 +91,25 @@ def test_blocks_that_never_ran_are_noticed_without_a_deadline(clean_driver: Host
         cluster.launched_ranks = 1
         with pytest.raises(FastkernError, match="rank 1 has completed call 0, not 1"):
             cluster.all_to_all([torch.zeros(2, 4)] * 2, np.eye(2, dtype=np.int64) * 2)
+
+
+class Claimed(HostDriver):
+    """Says that it is another target."""
+
+    def __init__(self, target: str) -> None:
+        super().__init__(most_lanes=512)
+        self.target = target
+
+
+@pytest.mark.parametrize(("target", "lanes"), [("cuda", 16), ("cuda", 100), ("hip", 32)])
+def test_blocks_of_half_a_team_are_refused(target: str, lanes: int) -> None:
+    """Half a warp or wave would have no team to move rows: it would wait for ever."""
+    driver = Claimed(target)
+    with (
+        VirtualCluster(
+            driver, Topology(1, 1), 1, lanes, load=lambda entry: b"", options=options()
+        ) as cluster,
+        pytest.raises(ValueError, match=f"multiple of {64 if target == 'hip' else 32}"),
+    ):
+        cluster.prepare_all_to_all(np.full((1, 1), 3), 16)
+    driver.close()

@@ -29,7 +29,7 @@ from tests.moe_case_list import NAMED
 from tests.moe_cases import Data
 from tests.reference import KINDS, random_traffic
 
-LANES = (512, 32, 128)
+LANES = (512, 64, 128)
 MORE_SHAPES = (*SHAPES, (2, 4), (1, 8))
 
 
