@@ -6,7 +6,7 @@ import itertools
 import logging
 import secrets
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,12 +22,14 @@ from .moe import exchanges
 from .moe import ops as moe_ops
 from .moe.buffers import WorstCase
 from .moe.counts import RouteCounts
-from .moe.dispatch_arguments import RowFormat
+from .moe.dispatch_arguments import DispatchOptions, RowFormat
 from .moe.handle import Handle
 from .moe.runner import MoeRunner
 from .moe.started import Pending, start
+from .moe.static_shape import StaticShape, make_static_shape
 from .moe.tensor_checks import aligned_row
 from .planner import Policy, Topology
+from .records import OP_STATIC, agreed_bodies, encode_call
 from .runtime import RuntimeOptions
 from .stats import CallStats
 from .tensors import RowCall, prepare
@@ -35,6 +37,9 @@ from .transports import Transport
 from .turns import Turns
 from .version import __version__
 from .work import Work
+
+if TYPE_CHECKING:
+    from .device.static_exchange import StaticExchange
 
 log = logging.getLogger("fastkern")
 
@@ -184,6 +189,7 @@ class Communicator:
         processes = [info.process for info in infos]
         self._runtime, moe = runtime_on(device, group, self.rank, self.topology, processes, options)
         self._calls = CallRunner(self._runtime, self.rank, self.topology, settings)
+        self._chunk_bytes = settings.chunk_bytes
         self.moe = MoeRunner(
             self._runtime,
             moe,
@@ -324,6 +330,71 @@ class Communicator:
     def combine_start(self, *args: Any, **options: Any) -> Pending[torch.Tensor]:
         """`combine`, but return at once, as `dispatch_start`."""
         return start("combine", self.combine, args, options)
+
+    def static_exchange(
+        self,
+        x: torch.Tensor | Sequence[torch.Tensor],
+        *,
+        topk: int,
+        num_experts: int,
+        num_max_tokens_per_rank: int,
+        weights_dtype: torch.dtype | None = torch.float32,
+        expert_out: torch.Tensor | None = None,
+        wire_dtype: torch.dtype | None = None,
+        expert_to_rank: Sequence[int] | None = None,
+        layout: str = "expert",
+        expert_alignment: int = 1,
+        zero_padding: bool = False,
+        planner: str = "device",
+    ) -> StaticExchange:
+        """Dispatches and combines of one shape that the host only enqueues. Collective.
+
+        They can be captured into graphs, and no call waits for counts. On devices, over `peer`.
+        planner: "device": rows go straight to their server, unbalanced, by a table that each call
+        fills in by itself: the low-latency choice, for 1 to some hundred tokens per rank. "host":
+        the planner balances each call, as a function that the stream calls between two copies: for
+        the token counts of training.
+
+        x, expert_out: tensors like those of the calls, for the shape and dtype of their rows;
+        expert_out None: no combine. topk: K. weights_dtype: of topk_weights, None: none travel.
+        num_max_tokens_per_rank: the most tokens of any rank; memory is reserved for them. Others as
+        in `dispatch` and `combine`.
+
+        Raises ValueError or TypeError, the same on every rank; HeapMemoryError where there is too
+        little memory.
+        """
+        xs = [x] if isinstance(x, torch.Tensor) else list(x)
+        shape: StaticShape | Exception
+        try:
+            shape = make_static_shape(
+                xs,
+                topk,
+                weights_dtype,
+                expert_out,
+                wire_dtype,
+                DispatchOptions(
+                    num_experts,
+                    None if expert_to_rank is None else tuple(int(r) for r in expert_to_rank),
+                    layout,
+                    expert_alignment,
+                    zero_padding,
+                    num_max_tokens_per_rank,
+                ),
+                planner,
+                self.num_ranks,
+            )
+        except Exception as error:  # the other ranks must learn of it
+            shape = error
+        return self.turns.call(lambda: self._make_static(shape))
+
+    def _make_static(self, shape: StaticShape | Exception) -> StaticExchange:
+        text = shape if isinstance(shape, Exception) else shape.agreement()
+        record = encode_call(OP_STATIC, text, "", np.zeros(0, dtype=np.uint64))
+        agreed_bodies(self._runtime.exchange(record, "static_exchange"))
+        assert isinstance(shape, StaticShape)  # else the agreement has raised
+        return self._runtime.guarded(
+            lambda: self._runtime.make_static(shape, self.topology, self.turns, self._chunk_bytes)
+        )
 
     def barrier(self) -> None:
         """Return when all ranks have called it: an exchange of nothing."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -171,6 +171,13 @@ class HostRuntime:
     def guarded(self, body: Callable[[], T]) -> T:
         """See Entry."""
         return self._entry.guarded(body)
+
+    def make_static(self, *_: object) -> NoReturn:
+        """Graphs and launches in streams are a device's."""
+        raise ValueError(
+            "static_exchange: tensors must be on a device, with backend cuda or hip; here they are "
+            "on the host, where dispatch and combine serve"
+        )
 
     def fork(self, own_lane: bool) -> Fork:
         """Queued calls need no preparation."""

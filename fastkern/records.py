@@ -21,12 +21,14 @@ OP_RESERVE = 2
 OP_DISPATCH = 3
 OP_COMBINE = 4
 OP_COUNTS = 5  # a further page of a dispatch's counts
+OP_STATIC = 6
 _OP_NAMES = {
     OP_ALL_TO_ALL: "all_to_all_single",
     OP_RESERVE: "reserve",
     OP_DISPATCH: "dispatch",
     OP_COMBINE: "combine",
     OP_COUNTS: "dispatch",
+    OP_STATIC: "static_exchange",
 }
 
 # Words: op, status, text bytes, row bytes, dtype name (4), text (64), body: of an all-to-all input

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
-from .planner import StageTable
+from .moe.static_shape import StaticShape
+from .planner import StageTable, Topology
 from .records import Words
 from .stats import CallStats
 from .transports import Transport
-from .turns import Fork
+from .turns import Fork, Turns
+
+if TYPE_CHECKING:
+    from .device.static_exchange import StaticExchange
 
 T = TypeVar("T")
 
@@ -67,6 +71,14 @@ class Runtime(Protocol):
 
     def launch_moe(self, table: StageTable, arguments: Any, op: str) -> None:
         """Run the kernel of a dispatch or combine, as `launch`. arguments: see moe/backend.py."""
+
+    def make_static(
+        self, shape: StaticShape, topology: Topology, turns: Turns, chunk_bytes: int
+    ) -> StaticExchange:
+        """A static exchange, a step of a call that all ranks have entered.
+
+        Raises ValueError where tensors are not on a device.
+        """
 
     def guarded(self, body: Callable[[], T]) -> T:
         """Errors that all ranks meet alike pass; any other means that this rank leaves alone."""

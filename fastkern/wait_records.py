@@ -25,7 +25,7 @@ def wait_record(op: str, call: int, rank: int, fields: Any) -> WaitRecord:
         call=call,
         rank=rank,
         peer=int(fields["peer"]),
-        item=(*QUEUES, "end of its puts")[int(fields["queue"])],
+        item=(*QUEUES, "end of its puts", "entry")[int(fields["queue"])],
         stage=int(fields["stage"]),
         chunk=int(fields["chunk"]),
         expected=_call_and_value(int(fields["expected"])),

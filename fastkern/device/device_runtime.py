@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,13 +21,14 @@ import numpy as np
 from ..entry import Entry
 from ..errors import DeadlineError, FastkernError, WaitRecord
 from ..heap import ProcessIdentity
+from ..moe.static_shape import StaticShape
 from ..planner import StageTable, Topology
 from ..planner.api import DEFAULT_CHUNK_SLOTS
 from ..planner.table import VALUE_BITS, flag_slots
 from ..records import Words
 from ..runtime import RuntimeOptions
 from ..stats import CallStats
-from ..turns import Fork
+from ..turns import Fork, Turns
 from ..wait_records import abort_epoch, abort_origin, wait_record
 from .backend import DeviceBackend
 from .driver import DeviceProperties, DriverError
@@ -34,6 +36,7 @@ from .launch_ring import LaunchRing, Slot
 from .memory import SymmetricHeap
 from .moe_record import MoeRecord
 from .records import CONTROL, offset_of
+from .static_exchange import StaticExchange
 from .together import logged, together
 from .transfer import download, own_stream, pinned
 from .virtual_errors import RECORD_WRITTEN, control_record
@@ -84,6 +87,10 @@ class DeviceRuntime:
         self._last: Slot | None = None
         self._calls: deque[tuple[int, str, int]] = deque(maxlen=64)  # epoch, op, call
         self._ended = False
+        self._statics: list[StaticExchange] = []
+        self.freed = backend.keep_open_unless
+        self.progress_ns = int(min(options.progress_timeout_s * 1e9, 2.0**62))
+        self.entry_ns = int(min(options.entry_timeout_s * 1e9, 2.0**62))
         with ExitStack() as made:
             made.callback(backend.close)
             self.kernels = Kernels(self.driver, default_load(self.driver), 1, self.num_blocks)
@@ -94,12 +101,12 @@ class DeviceRuntime:
             self._entry.find_record, self._entry.stop_kernels = self._find_record, self._stop
             slots = flag_slots(topology.servers, topology.gpus_per_server, DEFAULT_CHUNK_SLOTS)
             self._heap = SymmetricHeap(self.driver, self._entry, slots, 8, options.buffer_bytes)
-            made.callback(lambda: backend.keep_open_unless(self._heap.close()))
+            made.callback(lambda: self.freed(self._heap.close()))
             common = CommonArgs(
                 controls=self._heap.controls_table,
                 flags=self._heap.flags_table,
                 data=self._heap.data_table,
-                progress_ns=int(min(options.progress_timeout_s * 1e9, 2.0**62)),
+                progress_ns=self.progress_ns,
                 num_blocks=self.num_blocks,
                 traces=[],
                 trace_capacity=0,
@@ -127,6 +134,28 @@ class DeviceRuntime:
     def data_bytes(self) -> int:
         """Staging and window per rank."""
         return self._heap.data_bytes
+
+    @property
+    def group(self) -> Entry:
+        """Through which ranks meet, in a call that all have entered."""
+        return self._entry
+
+    # -- static exchanges --------------------------------------------------------------------------
+
+    def make_static(
+        self, shape: StaticShape, topology: Topology, turns: Turns, chunk_bytes: int
+    ) -> StaticExchange:
+        """A static exchange; a step of a call that all ranks have entered."""
+        made = StaticExchange(self, turns, shape, topology, chunk_bytes)
+        with self._lock:
+            self._statics.append(made)
+        return made
+
+    def forget_static(self, exchange: StaticExchange) -> None:
+        """It is being closed."""
+        with self._lock:
+            if exchange in self._statics:
+                self._statics.remove(exchange)
 
     # -- one call, step by step --------------------------------------------------------------------
 
@@ -203,6 +232,9 @@ class DeviceRuntime:
     def check(self) -> None:
         """Raise what broke the communicator, as far as launches have ended; never waits."""
         self.look()
+        error = self._found(self._ask_driver)
+        if error is not None:
+            self._entry.found(error)
         self._entry.check()
 
     def fail(self, error: BaseException) -> None:
@@ -210,20 +242,38 @@ class DeviceRuntime:
         self._entry.fail(error)
 
     def look(self) -> Exception | None:
-        """Look at the launches that have ended; what went wrong, if it is news."""
+        """Look at the launches that have ended; what went wrong, if it is news.
+
+        Goes by what they have written to the host: asking the driver for events while a thread
+        captures a graph might break the capture.
+        """
         with self._lock:
             while self._launched and not self._ended:
                 slot = self._launched[0]
-                try:
-                    if not self.driver.event_done(slot.event):
-                        return None
-                    error = self._outcome(slot)
-                except DriverError as failure:
-                    error = failure
+                if not slot.ended():
+                    break
+                error = self._found(partial(self._outcome, slot))
                 self._launched.popleft()
                 if error is not None and self._entry.found(error):
                     return error
+            for exchange in self._statics:
+                error = self._found(exchange.look)
+                if error is not None and self._entry.found(error):
+                    return error
             return None
+
+    @staticmethod
+    def _found(look: Callable[[], FastkernError | None]) -> FastkernError | None:
+        try:
+            return look()
+        except DriverError as failure:
+            return failure
+
+    def _ask_driver(self) -> None:
+        """Raise what the device itself has failed with, say an access out of bounds."""
+        with self._lock:
+            if self._launched and not self._ended and not self.streams.capturing():
+                self.driver.event_done(self._launched[0].event)
 
     def _outcome(self, slot: Slot) -> FastkernError | None:
         status = slot.status()
@@ -270,17 +320,23 @@ class DeviceRuntime:
 
     def _stop(self) -> None:
         """Tell the kernels of all ranks that this one has left, unless a kernel has given up."""
-        try:
-            if int(self._control_of(self.rank)["abort"]):
-                return
-            offset = offset_of(CONTROL, "abort")
-            with pinned(self.driver, 8) as word, own_stream(self.driver) as stream:
-                host_view(word, 8).view(np.uint64)[0] = self.epoch << VALUE_BITS | self.rank + 1
-                for rank in range(self.num_ranks):
-                    to = self._heap.control_address(rank) + offset
-                    self.driver.copy(to, word, 8, stream)
-        except DriverError as error:
-            log.warning("telling the other ranks' kernels: %s", error)
+        with self._lock:
+            heaps = [self._heap, *(exchange.heap for exchange in self._statics)]
+        for heap in heaps:
+            try:
+                self._stop_kernels_on(heap)
+            except DriverError as error:
+                log.warning("telling the other ranks' kernels: %s", error)
+
+    def _stop_kernels_on(self, heap: SymmetricHeap) -> None:
+        offset = offset_of(CONTROL, "abort")
+        own = download(self.driver, heap.control_address(self.rank) + offset, 8)
+        if any(own):
+            return
+        with pinned(self.driver, 8) as word, own_stream(self.driver) as stream:
+            host_view(word, 8).view(np.uint64)[0] = self.epoch << VALUE_BITS | self.rank + 1
+            for rank in range(self.num_ranks):
+                self.driver.copy(heap.control_address(rank) + offset, word, 8, stream)
 
     # -- end ---------------------------------------------------------------------------------------
 
@@ -292,6 +348,8 @@ class DeviceRuntime:
     def close(self) -> None:
         """Wait for what was launched, then let go of the heap. Not collective."""
         self._watchdog.stop()
+        for exchange in list(self._statics):
+            exchange.close()
         logged("closing", self._drain)
         self.look()
         with self._lock:

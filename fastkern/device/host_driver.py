@@ -250,6 +250,10 @@ class HostDriver:
     def end_capture(self, stream: int) -> int:
         return self._keep(end_capture(self._stream("end_capture", stream)))
 
+    def is_capturing(self, stream: int) -> bool:
+        """Whether the stream's work is recorded."""
+        return self._stream("is_capturing", stream).capture is not None
+
     def call_host(self, stream: int, function: int, data: int) -> None:
         if not function:
             raise DriverError("call_host", "invalid value", "null function")

@@ -10,6 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from ..planner import StageTable
 from .driver import Driver
 from .records import CONTROL
@@ -19,6 +22,7 @@ from .virtual_memory import host_view
 
 _NUM_SLOTS = 8
 _LEAST_TABLE_BYTES = 16 << 10
+_NOT_WRITTEN = (1 << 64) - 1  # no word of Control is that
 
 
 class Slot:
@@ -45,6 +49,7 @@ class Slot:
                 self._driver, "", self._common, [table], self._room, first_rank=self._rank
             )
         self._block.set_tables([table])
+        self._status_words()[:] = _NOT_WRITTEN
         return self._block
 
     def finish(self, control_address: int, stream: int) -> None:
@@ -52,8 +57,15 @@ class Slot:
         self._driver.copy(self._status, control_address, CONTROL.itemsize, stream)
         self._driver.record(self.event, stream)
 
+    def ended(self) -> bool:
+        """Whether the kernel has ended, as far as the host's memory says."""
+        return bool((self._status_words() != _NOT_WRITTEN).all())
+
+    def _status_words(self) -> npt.NDArray[np.uint64]:
+        return host_view(self._status, CONTROL.itemsize).view(np.uint64)
+
     def status(self) -> Any:
-        """The rank's Control after the kernel, once the event is done."""
+        """The rank's Control after the kernel, once it has ended."""
         return control_record(host_view(self._status, CONTROL.itemsize))
 
     def close(self) -> None:

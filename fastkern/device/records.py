@@ -38,6 +38,9 @@ MOE_ARGS = DTYPES["MoeArgs"]
 KERNEL_ARGS = DTYPES["KernelArgs"]
 LAUNCH_ARGS = DTYPES["LaunchArgs"]
 ROUTE_ARGS = DTYPES["RouteArgs"]
+STATIC_VALUES = DTYPES["StaticValues"]
+STATIC_ARGS = DTYPES["StaticArgs"]
+STATIC_LAUNCH = DTYPES["StaticLaunch"]
 
 
 def offset_of(dtype: np.dtype[Any], field: str) -> int:

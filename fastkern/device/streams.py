@@ -25,6 +25,10 @@ from .driver import Driver
 T = TypeVar("T")
 Bytes = npt.NDArray[np.uint8]
 
+_NOT_CAPTURED = (
+    "a call of a communicator cannot be captured into a graph; those of a static_exchange can"
+)
+
 
 class StreamOrder(Protocol):
     """device: where tensors are."""
@@ -56,6 +60,9 @@ class StreamOrder(Protocol):
     def fork(self, own_lane: bool) -> Fork:
         """For a call that runs on a queue's thread; see Turns."""
 
+    def capturing(self) -> bool:
+        """Whether the current stream's work is recorded into a graph."""
+
     def check_eager(self) -> None:
         """Raise FastkernError where the current stream is being captured into a graph."""
 
@@ -82,9 +89,10 @@ class HostStreams:
 
     def settle(self, *used: torch.Tensor) -> bool:
         self._used += used
-        if self.waits:
+        waits = self.waits and not self.capturing()
+        if waits:
             self.wait()
-        return self.waits
+        return waits
 
     def upload(self, content: Bytes) -> torch.Tensor:
         return torch.from_numpy(content.copy())
@@ -104,8 +112,13 @@ class HostStreams:
     def fork(self, own_lane: bool) -> Fork:
         return InPlace()
 
+    def capturing(self) -> bool:
+        asked: Any = self._driver
+        return bool(asked.is_capturing(self._stream))
+
     def check_eager(self) -> None:
-        """Nobody captures CPU tensors."""
+        if self.capturing():
+            raise FastkernError(_NOT_CAPTURED)
 
     def close(self) -> None:
         self._driver.destroy_stream(self._stream)
@@ -149,10 +162,13 @@ class TorchStreams:
     def fork(self, own_lane: bool) -> Fork:
         return _TorchFork(self, own_lane)
 
-    def check_eager(self) -> None:
+    def capturing(self) -> bool:
         with torch.cuda.device(self.device):
-            if torch.cuda.is_current_stream_capturing():
-                raise FastkernError("a call of a communicator cannot be captured into a graph")
+            return torch.cuda.is_current_stream_capturing()
+
+    def check_eager(self) -> None:
+        if self.capturing():
+            raise FastkernError(_NOT_CAPTURED)
 
     def close(self) -> None:
         self._kept = []

@@ -22,6 +22,9 @@ ENTRY_OF = {
     "fastkern_route_count": "route",
     "fastkern_route_scan": "route",
     "fastkern_route_fill": "route",
+    "fastkern_static_direct": "static",
+    "fastkern_static_enter": "static",
+    "fastkern_static_values": "static",
 }
 _PERSISTENT = (
     "fastkern_exchange",
@@ -29,7 +32,8 @@ _PERSISTENT = (
     "fastkern_combine",
     "fastkern_combine_float64",
 )
-# Lanes that step together (warp, wave): persistent kernels run on whole ones.
+_STATIC = ("fastkern_static_direct", "fastkern_static_enter")
+# Lanes that step together (warp, wave): kernels that move rows or records run on whole ones.
 _TEAM_LANES = {"cuda": 32, "hip": 64}
 
 
@@ -58,10 +62,10 @@ class Kernels:
         """A kernel to launch with blocks of num_lanes lanes.
 
         Raises ValueError where a persistent kernel's blocks do not fit the device all at once, or
-        are not whole warps or waves.
+        blocks are not whole warps or waves where they must be.
         """
         team = _TEAM_LANES.get(self._driver.target, 1)
-        if name in _PERSISTENT and num_lanes % team:
+        if name in (*_PERSISTENT, *_STATIC) and num_lanes % team:
             raise ValueError(f"num_lanes must be a multiple of {team}, not {num_lanes}")
         if name not in self._functions:
             entry = ENTRY_OF[name]

@@ -80,16 +80,26 @@ class VirtualRuntime:
             made.callback(self.heap.close)
             self._traces = Allocations(self.copier)
             made.callback(self._traces.close)
-            self._common = CommonArgs(
-                controls=self.heap.controls_table,
-                flags=self.heap.flags_table,
-                data=self.heap.data_table,
-                progress_ns=int(min(options.progress_timeout_s * 1e9, 2.0**62)),
-                num_blocks=num_blocks,
-                traces=self._make_traces(),
-                trace_capacity=options.trace_events,
-            )
+            self._num_blocks = num_blocks
+            self._trace_places = self._make_traces()
+            self._common = self.common_args(self.heap)
             self._owned = made.pop_all()
+
+    def common_args(self, heap: SliceHeap) -> CommonArgs:
+        """What launches on a heap of all ranks say alike."""
+        return CommonArgs(
+            controls=heap.controls_table,
+            flags=heap.flags_table,
+            data=heap.data_table,
+            progress_ns=int(min(self.options.progress_timeout_s * 1e9, 2.0**62)),
+            num_blocks=self._num_blocks,
+            traces=self._trace_places,
+            trace_capacity=self.options.trace_events,
+        )
+
+    def break_off(self, error: Exception) -> None:
+        """No call is possible any more, because of this error."""
+        self._broken = error
 
     def _make_traces(self) -> list[tuple[int, int]]:
         num_events = self.options.trace_events

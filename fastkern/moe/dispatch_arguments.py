@@ -132,7 +132,7 @@ def prepare_dispatch(
     if info is None:
         if options is None or meta is not None:
             raise ValueError("dispatch needs num_experts, or the handle of an earlier call")
-        _check_options(options, num_ranks)
+        check_options(options, num_ranks)
         topk = _check_indices(topk_idx, num_tokens, device)
         limit = options.num_max_tokens_per_rank
         if limit is not None and num_tokens > limit:
@@ -192,7 +192,8 @@ def prepare_dispatch(
     )
 
 
-def _check_options(o: DispatchOptions, num_ranks: int) -> None:
+def check_options(o: DispatchOptions, num_ranks: int) -> None:
+    """Raise TypeError or ValueError naming the option."""
     Placement(o.num_experts, num_ranks, o.expert_to_rank)
     if o.layout not in LAYOUTS:
         raise ValueError(f'layout must be "expert" or "rank", not {o.layout!r}')

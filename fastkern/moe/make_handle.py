@@ -92,33 +92,48 @@ def handle_form(
     _check_sizes(first.rows_on, counts)
     num_recv_rows = _recv_rows(options, call.topk, placement, first, out_rows, origin.rank)
     sent, received = plan.staging_rows_of(origin.rank)
+    header = new_header(
+        origin,
+        options,
+        len(first.tokens_per_expert),
+        topk=call.topk,
+        plan_row_bytes=call.format.row_bytes,
+        num_tokens=call.num_tokens,
+        pack_rows=first.pack_rows,
+        window_rows=int(counts.to_rank[:, origin.rank].sum()),
+        receive_rows=received,
+        num_recv_rows=num_recv_rows,
+        sent_rows=sent,
+        packed_rows=plan.packed_rows_of(origin.rank),
+    )
+    return HandleForm(header, first, counts, plan)
+
+
+def new_header(
+    origin: HandleOrigin, options: DispatchOptions, num_own_experts: int, **sizes: int
+) -> Any:
+    """One HEADER record. sizes: the fields that counts decide, and topk."""
+    topology = origin.topology
     header: Any = np.zeros(1, dtype=HEADER)
     header["magic"] = MAGIC
     header["communicator"] = origin.tag
     header["serial"] = origin.serial
-    header["plan_row_bytes"] = call.format.row_bytes
-    header["num_tokens"] = call.num_tokens
-    header["pack_rows"] = first.pack_rows
-    header["window_rows"] = int(counts.to_rank[:, origin.rank].sum())
-    header["receive_rows"] = received
-    header["num_recv_rows"] = num_recv_rows
-    header["sent_rows"] = sent
-    header["packed_rows"] = plan.packed_rows_of(origin.rank)
-    header["alignment"] = options.expert_alignment
-    header["num_max_tokens"] = options.num_max_tokens_per_rank or 0
     header["rank"] = origin.rank
     header["num_ranks"] = topology.num_ranks
     header["servers"] = topology.servers
     header["gpus_per_server"] = topology.gpus_per_server
-    header["topk"] = call.topk
     header["num_experts"] = options.num_experts
-    header["num_own_experts"] = len(first.tokens_per_expert)
+    header["num_own_experts"] = num_own_experts
+    header["alignment"] = options.expert_alignment
+    header["num_max_tokens"] = options.num_max_tokens_per_rank or 0
     header["layout"] = LAYOUTS.index(options.layout)
+    header["zero_padding"] = options.zero_padding
     if topology.servers > 1 and topology.gpus_per_server > 1:
         header["num_arrivals"] = topology.num_ranks * DEFAULT_CHUNK_SLOTS
-    header["zero_padding"] = options.zero_padding
+    for name, value in sizes.items():
+        header[name] = value
     header["handle_bytes"] = int(_host.handle_layout(header.view(np.uint8))["bytes"])
-    return HandleForm(header, first, counts, plan)
+    return header
 
 
 def _recv_rows(

@@ -16,18 +16,21 @@ struct ShapedRates {
 
 enum RecordState : u32 { kNoRecord, kRecordInWork, kRecordWritten };
 
+// What may be waited for besides items: the end of own puts; that a rank enters the call.
+enum OtherWait : u32 { kPutsWait = kNumQueues, kEntryWait };
+
 // The first wait of a rank that ran out of time. `state` is written last, with release.
-#define FASTKERN_ERROR_FIELDS(X)                                                                   \
-    X(u64, expected) /* flag value awaited: epoch << kValueBits | value */                         \
-    X(u64, seen)     /* flag value found */                                                        \
-    X(u64, waited_ns)                                                                              \
-    X(u64, epoch)                                                                                  \
-    X(u32, queue) /* QueueKind of the item that could not run; kNumQueues: own puts did not end */ \
-    X(u32, stage) /* index within its queue */                                                     \
-    X(u32, chunk)                                                                                  \
-    X(u32, peer) /* the rank whose flag is missing */                                              \
-    X(u32, slot) /* the flag */                                                                    \
-    X(u32, reserved)                                                                               \
+#define FASTKERN_ERROR_FIELDS(X)                                                  \
+    X(u64, expected) /* flag value awaited: epoch << kValueBits | value */        \
+    X(u64, seen)     /* flag value found */                                       \
+    X(u64, waited_ns)                                                             \
+    X(u64, epoch)                                                                 \
+    X(u32, queue) /* QueueKind of the item that could not run, or an OtherWait */ \
+    X(u32, stage) /* index within its queue */                                    \
+    X(u32, chunk)                                                                 \
+    X(u32, peer) /* the rank whose flag is missing */                             \
+    X(u32, slot) /* the flag */                                                   \
+    X(u32, reserved)                                                              \
     X(u64, state) /* RecordState */
 FASTKERN_RECORD(ErrorRecord, FASTKERN_ERROR_FIELDS);
 static_assert(sizeof(ErrorRecord) == 64, "layout");

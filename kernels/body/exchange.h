@@ -51,7 +51,7 @@ FASTKERN_DEVICE bool await_quiet(const Call& call) {
             if (seen == last_seen) {
                 ErrorRecord record{};
                 record.waited_ns = now - last_progress_ns;
-                record.queue = kNumQueues;
+                record.queue = kPutsWait;
                 record.peer = call.args().rank;
                 abort_call(call, record);
             }

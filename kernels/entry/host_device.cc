@@ -7,6 +7,7 @@
 //
 #include "kernels/body/exchange.h"
 #include "kernels/body/route.h"
+#include "kernels/body/static.h"
 #include "kernels/transport/mapped.h"
 
 namespace fastkern {
@@ -44,6 +45,15 @@ void run_route(u64 num_items, const Grid& grid, const Pass& pass) {
     for (u64 k = 0; k < num_items; ++k) pass(k);
 }
 
+template <class Body>
+void run_static(const u8* arguments, u64 num_bytes, const Grid& grid, const Body& body) {
+    const auto launch = read_record<StaticLaunch>(arguments, num_bytes);
+    if (launch.brings_values && grid.num_blocks != 1)
+        throw std::invalid_argument("values are of one rank, blocks of several");
+    run_blocks(grid.num_blocks, grid.num_lanes, grid.teams,
+               [&](const auto& target) { body(target, launch); });
+}
+
 struct Kernel {
     const char* name;
     void (*run)(const u8* arguments, u64 num_bytes, const Grid& grid);
@@ -75,6 +85,24 @@ const Kernel kKernels[] = {
          const auto args = read_record<RouteArgs>(arguments, num_bytes);
          run_route(args.num_units, grid,
                    [&](u64 unit) { route_fill(args, static_cast<u32>(unit)); });
+     }},
+    {"fastkern_static_direct",
+     [](const u8* arguments, u64 num_bytes, const Grid& grid) {
+         run_static(arguments, num_bytes, grid, [](const auto& target, const StaticLaunch& launch) {
+             prepare_dispatch<MappedTransport, true>(target, launch);
+         });
+     }},
+    {"fastkern_static_enter",
+     [](const u8* arguments, u64 num_bytes, const Grid& grid) {
+         run_static(arguments, num_bytes, grid, [](const auto& target, const StaticLaunch& launch) {
+             prepare_dispatch<MappedTransport, false>(target, launch);
+         });
+     }},
+    {"fastkern_static_values",
+     [](const u8* arguments, u64 num_bytes, const Grid& grid) {
+         run_static(arguments, num_bytes, grid, [](const auto& target, const StaticLaunch& launch) {
+             hand_on_values(target, launch);
+         });
      }},
 };
 

@@ -10,6 +10,7 @@
 #include "kernels/target/host.h"
 //
 #include "kernels/body/route.h"
+#include "kernels/body/static.h"
 #include "kernels/entry/host_device.h"
 #include "kernels/entry/host_heap.h"
 #include "kernels/transport/network_args.h"
@@ -32,6 +33,12 @@ std::string format_of() {
         return "ErrorRecord";
     else if constexpr (std::is_same_v<T, PayloadPart>)
         return "PayloadPart";
+    else if constexpr (std::is_same_v<T, MoeArgs>)
+        return "MoeArgs";
+    else if constexpr (std::is_same_v<T, RouteArgs>)
+        return "RouteArgs";
+    else if constexpr (std::is_same_v<T, StaticValues>)
+        return "StaticValues";
     else if constexpr (std::is_same_v<T, u32>)
         return "u4";
     else {
@@ -59,6 +66,9 @@ nb::dict record_schemas() {
     FASTKERN_SCHEMA(KernelArgs, FASTKERN_KERNEL_ARGS_FIELDS)
     FASTKERN_SCHEMA(LaunchArgs, FASTKERN_LAUNCH_ARGS_FIELDS)
     FASTKERN_SCHEMA(RouteArgs, FASTKERN_ROUTE_ARGS_FIELDS)
+    FASTKERN_SCHEMA(StaticValues, FASTKERN_STATIC_VALUES_FIELDS)
+    FASTKERN_SCHEMA(StaticArgs, FASTKERN_STATIC_ARGS_FIELDS)
+    FASTKERN_SCHEMA(StaticLaunch, FASTKERN_STATIC_LAUNCH_FIELDS)
     FASTKERN_SCHEMA(NetworkArgs, FASTKERN_NETWORK_FIELDS)
 #undef FASTKERN_SCHEMA
 #undef FASTKERN_SCHEMA_FIELD

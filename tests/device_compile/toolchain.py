@@ -33,8 +33,13 @@ KERNELS = {
     "kernels/entry/dispatch": ("fastkern_dispatch",),
     "kernels/entry/combine": ("fastkern_combine", "fastkern_combine_float64"),
     "kernels/entry/route": ("fastkern_route_count", "fastkern_route_scan", "fastkern_route_fill"),
+    "kernels/entry/static": (
+        "fastkern_static_direct",
+        "fastkern_static_enter",
+        "fastkern_static_values",
+    ),
 }
-EXCHANGE, DISPATCH, COMBINE, ROUTE = KERNELS
+EXCHANGE, DISPATCH, COMBINE, ROUTE, STATIC = KERNELS
 # Those that move rows between ranks; route only reads and writes what is its own.
 PERSISTENT = (EXCHANGE, DISPATCH, COMBINE)
 PRIMITIVES = "tests/device_compile/primitives"
