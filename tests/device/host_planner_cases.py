@@ -102,9 +102,7 @@ class Setup:
     def by_python(self, rank: int, counts: RouteCounts, num_tokens: int) -> dict[str, bytes]:
         """First rows and tables as an eager dispatch makes them, each as its bytes."""
         placement, plan = self.placement, self.plan(counts)
-        first = first_rows(
-            counts, placement, rank, self.servers, self.layout, self.alignment
-        )
+        first = first_rows(counts, placement, rank, self.servers, self.layout, self.alignment)
         made = {name: getattr(first, source).tobytes() for name, source in ARRAYS.items()}
         made["dispatch_table"] = plan.table(rank).bytes.tobytes()
         if self.partial_row_bytes:
@@ -172,15 +170,15 @@ class Node:
         self.planner = HostPlanner(**setup.fields(rank))
         self.layout: dict[str, int] = self.planner.layout
         r = setup.num_ranks
-        self.counts: Words = (
-            aligned((r * (setup.num_experts + setup.servers + r) + 1) * 8).view(np.uint64)
+        self.counts: Words = aligned((r * (setup.num_experts + setup.servers + r) + 1) * 8).view(
+            np.uint64
         )
         self.out = aligned(self.layout["bytes"])
         self.planner.bind(self.counts.ctypes.data, self.out.ctypes.data)
 
     def give(self, counts: RouteCounts, num_tokens: int) -> None:
-        rows = np.concatenate([counts.copies, counts.to_server, counts.to_rank], axis=1)
-        self.counts[:-1] = rows.ravel().astype(np.uint64)
+        parts = (counts.copies, counts.to_server, counts.to_rank)
+        self.counts[:-1] = np.concatenate([p.astype(np.uint64) for p in parts], axis=1).ravel()
         self.counts[-1] = num_tokens
 
     def run(self, counts: RouteCounts, num_tokens: int) -> str:
