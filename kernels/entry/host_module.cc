@@ -11,6 +11,7 @@
 #include "kernels/entry/host_cluster.h"
 #include "kernels/entry/host_device_module.h"
 #include "kernels/entry/host_moe_module.h"
+#include "kernels/entry/host_planner_module.h"
 #include "kernels/entry/host_rank.h"
 
 namespace nb = nanobind;
@@ -73,6 +74,7 @@ struct PyRank {
 NB_MODULE(_host, m) {
     bind_moe(m);
     bind_device(m);
+    bind_planner(m);
 
     nb::class_<LaunchOptions>(m, "LaunchOptions")
         .def(

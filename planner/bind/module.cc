@@ -22,9 +22,9 @@ namespace {
 using Matrix = nb::ndarray<const i64, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Bytes = nb::ndarray<nb::numpy, u8, nb::ndim<1>>;
 
-Bytes to_array(std::vector<u8>&& block) {
-    auto* owned = new std::vector<u8>(std::move(block));
-    nb::capsule owner(owned, [](void* p) noexcept { delete static_cast<std::vector<u8>*>(p); });
+Bytes to_array(Vector<u8>&& block) {
+    auto* owned = new Vector<u8>(std::move(block));
+    nb::capsule owner(owned, [](void* p) noexcept { delete static_cast<Vector<u8>*>(p); });
     return Bytes(owned->data(), {owned->size()}, owner);
 }
 
@@ -159,9 +159,10 @@ NB_MODULE(_core, m) {
                  u64 rows = 0;
                  const u32 m = p.traffic.gpus_per_server, s = rank / m;
                  TilePieces tile;
+                 BalanceScratch scratch;
                  for (u32 b = 0; b < p.traffic.servers; ++b) {
                      if (b == s) continue;
-                     balance_tile(p.traffic, s, b, &tile);
+                     balance_tile(p.traffic, s, b, &scratch, &tile);
                      for (const Piece& x : tile.pieces)
                          if (x.src_local == rank % m && x.rail != x.src_local) rows += x.num_rows;
                  }
@@ -181,7 +182,7 @@ NB_MODULE(_core, m) {
             nb::call_guard<nb::gil_scoped_release>())
         .def("validate_tables",
              [](const Plan& p, const std::vector<nb::bytes>& tables) {
-                 std::vector<std::vector<u8>> blocks;
+                 std::vector<Vector<u8>> blocks;
                  for (const nb::bytes& t : tables) {
                      const u8* data = static_cast<const u8*>(static_cast<const void*>(t.c_str()));
                      blocks.emplace_back(data, data + t.size());
@@ -206,7 +207,8 @@ NB_MODULE(_core, m) {
         .def("balance",
              [](const Plan& p, u32 a, u32 b) {
                  TilePieces tile;
-                 balance_tile(p.traffic, a, b, &tile);
+                 BalanceScratch scratch;
+                 balance_tile(p.traffic, a, b, &scratch, &tile);
                  nb::list pieces;
                  for (const Piece& x : tile.pieces)
                      pieces.append(nb::make_tuple(x.rail, x.src_local, x.dst_local, x.num_rows));

@@ -4,16 +4,23 @@
 
 namespace fastkern {
 
-void balance_tile(const Traffic& traffic, u32 a, u32 b, TilePieces* out) {
+void balance_tile(const Traffic& traffic, u32 a, u32 b, BalanceScratch* scratch, TilePieces* out) {
     const u32 m = traffic.gpus_per_server;
-    // Scratch kept between calls: a plan balances many tiles.
-    thread_local std::vector<u64> left, next_row, own, room;
-    thread_local std::vector<Piece> moved;
+    Vector<u64>&left = scratch->left, &next_row = scratch->next_row, &own = scratch->own,
+    &room = scratch->room;
+    Vector<Piece>& moved = scratch->moved;
+    Vector<u32>& order = scratch->order;
     left.resize(static_cast<std::size_t>(m) * m);
     next_row.assign(static_cast<std::size_t>(m) * m, 0);
     own.assign(m, 0);
     room.resize(m);
+    // Of a dispatch's tile, which holds one destination for each source, no more than M pieces stay
+    // and M - 1 move: each that moves leaves its source at its share or its rail full, and the last
+    // one both.
     moved.clear();
+    moved.reserve(m);
+    out->pieces.clear();
+    out->pieces.reserve(std::size_t{2} * m);
     for (u32 i = 0; i < m; ++i) {
         const u64* row =
             &traffic.rows[static_cast<std::size_t>(a * m + i) * traffic.num_ranks + b * m];
@@ -47,9 +54,12 @@ void balance_tile(const Traffic& traffic, u32 a, u32 b, TilePieces* out) {
             }
         }
     }
-    std::stable_sort(moved.begin(), moved.end(),
-                     [](const Piece& x, const Piece& y) { return x.rail < y.rail; });
-    out->pieces.clear();
+    order.reserve(m);
+    order.resize(moved.size());  // by rail, those of a rail as they came
+    for (u32 k = 0; k < order.size(); ++k) order[k] = k;
+    std::sort(order.begin(), order.end(), [&](u32 x, u32 y) {
+        return moved[x].rail != moved[y].rail ? moved[x].rail < moved[y].rail : x < y;
+    });
     out->rail_begin.resize(m + 1);
     std::size_t next_moved = 0;
     for (u32 l = 0; l < m; ++l) {
@@ -62,8 +72,8 @@ void balance_tile(const Traffic& traffic, u32 a, u32 b, TilePieces* out) {
             out->pieces.push_back({l, l, d, stream_row, next_row[l * m + d], n});
             stream_row += n;
         }
-        for (; next_moved < moved.size() && moved[next_moved].rail == l; ++next_moved) {
-            Piece p = moved[next_moved];
+        for (; next_moved < order.size() && moved[order[next_moved]].rail == l; ++next_moved) {
+            Piece p = moved[order[next_moved]];
             p.stream_row = stream_row;
             stream_row += p.num_rows;
             out->pieces.push_back(p);

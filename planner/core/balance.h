@@ -1,8 +1,7 @@
 // Balancing of one tile: which rail carries which rows.
 #pragma once
 
-#include <vector>
-
+#include "planner/core/arena.h"
 #include "planner/core/traffic.h"
 
 namespace fastkern {
@@ -20,8 +19,15 @@ struct Piece {
 // Pieces of a tile, ordered by rail and then by stream_row; rail l owns [rail_begin[l],
 // rail_begin[l+1]).
 struct TilePieces {
-    std::vector<Piece> pieces;
-    std::vector<u32> rail_begin;
+    Vector<Piece> pieces;
+    Vector<u32> rail_begin;
+};
+
+// Between balancing one tile and the next.
+struct BalanceScratch {
+    Vector<u64> left, next_row, own, room;
+    Vector<Piece> moved;
+    Vector<u32> order;
 };
 
 // Every rail carries floor or ceil of W / M rows. A row stays on its owner's rail when there is
@@ -30,6 +36,6 @@ struct TilePieces {
 //
 // Example, M = 2, tile [[4, 4], [2, 2]] (sources send 8 and 4): each rail carries 6. Source 0 keeps
 // 6 and gives 2 rows for destination 1 to rail 1, where they need no further copy at the other end.
-void balance_tile(const Traffic& traffic, u32 a, u32 b, TilePieces* out);
+void balance_tile(const Traffic& traffic, u32 a, u32 b, BalanceScratch* scratch, TilePieces* out);
 
 }  // namespace fastkern

@@ -1,10 +1,9 @@
 // Building one rank's stage table: the records, and the two ways to fill them.
 #pragma once
 
-#include <vector>
-
 #include "planner/core/balance.h"
 #include "planner/core/plan.h"
+#include "planner/core/table_room.h"
 
 namespace fastkern {
 
@@ -12,6 +11,8 @@ namespace fastkern {
 class TableBuilder {
   public:
     TableBuilder(const Plan& plan, u32 rank);
+
+    void reserve(const RecordCounts& counts);
 
     // Opens the next stage of `queue`; its streams follow.
     void begin_stage(QueueKind queue, u64 ticks_begin, u64 ticks_end, u32 num_chunks);
@@ -26,16 +27,16 @@ class TableBuilder {
     void add_post(u32 rank, u32 slot, u32 value);
 
     // The table's bytes. The header's sizes of staging are the most that any rank needs.
-    std::vector<u8> finish(u64 send_rows, u64 receive_rows);
-    std::vector<u8> finish_combine(u64 send_rows, u64 receive_rows, const CombineShape& shape);
+    Vector<u8> finish(u64 send_rows, u64 receive_rows);
+    Vector<u8> finish_combine(u64 send_rows, u64 receive_rows, const CombineShape& shape);
 
     const Plan& plan;
     const Traffic& traffic;
     const u32 rank, server, local, num_local;
     const FlagLayout flags;
-    std::vector<u64> input_row;   // [R] first row for each destination in this rank's input
-    std::vector<u64> output_row;  // [M][R] first row of each source in the outputs of this server,
-                                  // dispatch: in its windows
+    Vector<u64> input_row;   // [R] first row for each destination in this rank's input
+    Vector<u64> output_row;  // [M][R] first row of each source in the outputs of this server,
+                             // dispatch: in its windows
 
     u64 output_row_of(u32 dst_local, u32 src) const {
         return output_row[static_cast<std::size_t>(dst_local) * traffic.num_ranks + src];
@@ -55,15 +56,15 @@ class TableBuilder {
 
   private:
     Header make_header(u64 send_rows, u64 receive_rows) const;
-    std::vector<u8> pack(Header header) const;
+    Vector<u8> pack(Header header) const;
 
     QueueKind queue_ = kPack;
     Queue queues_[kNumQueues] = {};
-    std::vector<Post> posts_;
-    std::vector<Stage> stages_;
-    std::vector<Stream> streams_;
-    std::vector<Segment> segments_;
-    std::vector<Link> links_;
+    Vector<Post> posts_;
+    Vector<Stage> stages_;
+    Vector<Stream> streams_;
+    Vector<Segment> segments_;
+    Vector<Link> links_;
 };
 
 // Rows between ranks of one server: one stage, whose chunks all ranks of the server count alike.
@@ -81,7 +82,7 @@ void lower_take(TableBuilder* table);
 // Ready posts to the local peers.
 void post_ready_to_local_peers(TableBuilder* table);
 
-std::vector<u8> lower_planned(const Plan& plan, u32 rank);  // whole, split; dispatch: all
-std::vector<u8> lower_shifted(const Plan& plan, u32 rank);  // direct, spreadout
+Vector<u8> lower_planned(const Plan& plan, u32 rank);  // whole, split; dispatch: all
+Vector<u8> lower_shifted(const Plan& plan, u32 rank);  // direct, spreadout
 
 }  // namespace fastkern

@@ -59,10 +59,10 @@ void lower_put_back(TableBuilder* t, const ServerPuts& in) {
     });
 }
 
-void lower_receive_back(TableBuilder* t, const ServerPuts& out,
-                        const std::vector<TilePieces>& tiles) {
+void lower_receive_back(TableBuilder* t, const ServerPuts& out, const Vector<TilePieces>& tiles) {
+    Vector<u8> touched;
     lower_receives(t, out, [&](const ServerPut& s, u64 rows) {
-        std::vector<u8> touched(t->num_local, u8{0});
+        touched.assign(t->num_local, u8{0});
         for_each_part(tiles[s.other], t->local, out.part_begin[s.rail + t->local], rows,
                       [&](const Piece& p, u64 stream_row, u64 offset, u64 num_rows) {
                           const u32 owner = t->server * t->num_local + p.src_local;
@@ -83,7 +83,7 @@ void lower_receive_back(TableBuilder* t, const ServerPuts& out,
     });
 }
 
-void lower_land_back(TableBuilder* t, const ServerPuts& out, const std::vector<TilePieces>& tiles) {
+void lower_land_back(TableBuilder* t, const ServerPuts& out, const Vector<TilePieces>& tiles) {
     for (const ServerPut& s : out.puts) {
         t->begin_stage(kLand, s.put->ticks_begin, s.put->ticks_end, s.num_chunks);
         for (u32 k = 1; k <= t->num_local; ++k) {
@@ -153,12 +153,15 @@ void lower_reduce(TableBuilder* t, const CombineShape& shape) {
 
 }  // namespace
 
-std::vector<u8> lower_combine(const Plan& plan, u32 rank, const CombineShape& shape) {
+Vector<u8> lower_combine(const Plan& plan, u32 rank, const CombineShape& shape) {
     TableBuilder table(plan, rank);
     const u32 n = plan.traffic.servers;
-    std::vector<TilePieces> tiles(n);
+    table.reserve(most_records_of_combine(n, plan.traffic.gpus_per_server));
+    Vector<TilePieces> tiles(n);
+    BalanceScratch scratch;
     for (u32 other = 0; other < n; ++other)
-        if (other != table.server) balance_tile(plan.traffic, table.server, other, &tiles[other]);
+        if (other != table.server)
+            balance_tile(plan.traffic, table.server, other, &scratch, &tiles[other]);
     ServerPuts out, in;
     collect_puts(table, true, &out);
     collect_puts(table, false, &in);

@@ -6,7 +6,7 @@ namespace fastkern {
 
 namespace {
 
-void lower_pack(TableBuilder* t, const ServerPuts& out, const std::vector<TilePieces>& tiles) {
+void lower_pack(TableBuilder* t, const ServerPuts& out, const Vector<TilePieces>& tiles) {
     for (const ServerPut& s : out.puts) {
         t->begin_stage(kPack, s.put->ticks_begin, s.put->ticks_end, s.num_chunks);
         for (u32 k = 0; k < t->num_local; ++k) {  // own rail first, then rotating
@@ -34,7 +34,7 @@ void lower_pack(TableBuilder* t, const ServerPuts& out, const std::vector<TilePi
     }
 }
 
-void lower_put(TableBuilder* t, const ServerPuts& out, const std::vector<TilePieces>& tiles) {
+void lower_put(TableBuilder* t, const ServerPuts& out, const Vector<TilePieces>& tiles) {
     lower_puts(t, out, [&](const ServerPut& s, u64 rows) {
         for_each_source(tiles[s.other], t->local, out.part_begin[s.rail + t->local], rows,
                         [&](u32 src_local, u64 begin, u64 num_rows) {
@@ -46,8 +46,8 @@ void lower_put(TableBuilder* t, const ServerPuts& out, const std::vector<TilePie
 
 // The destinations of a put's rows, by arithmetic.
 void link_destinations(TableBuilder* t, const ServerPut& s, const ServerPuts& in,
-                       const std::vector<TilePieces>& tiles) {
-    std::vector<u8> touched(t->num_local, u8{0});
+                       const Vector<TilePieces>& tiles) {
+    Vector<u8> touched(t->num_local, u8{0});
     for_each_part(
         tiles[s.other], t->local, in.part_begin[s.rail + t->local], in.part_rows[s.rail + t->local],
         [&](const Piece& p, u64 stream_row, u64 offset, u64 num_rows) {
@@ -67,7 +67,7 @@ void link_destinations(TableBuilder* t, const ServerPut& s, const ServerPuts& in
 // Dispatch: headers say where rows go, so that any chunk may touch any rank. Segments tell sources
 // apart.
 void link_all(TableBuilder* t, const ServerPut& s, const ServerPuts& in,
-              const std::vector<TilePieces>& tiles) {
+              const Vector<TilePieces>& tiles) {
     for_each_source(tiles[s.other], t->local, in.part_begin[s.rail + t->local],
                     in.part_rows[s.rail + t->local], [&](u32 src_local, u64 begin, u64 rows) {
                         t->add_segment(begin, 0, rows, s.other * t->num_local + src_local);
@@ -78,7 +78,7 @@ void link_all(TableBuilder* t, const ServerPut& s, const ServerPuts& in,
     }
 }
 
-void lower_receive(TableBuilder* t, const ServerPuts& in, const std::vector<TilePieces>& tiles) {
+void lower_receive(TableBuilder* t, const ServerPuts& in, const Vector<TilePieces>& tiles) {
     lower_receives(t, in, [&](const ServerPut& s, u64) {
         if (t->plan.moe())
             link_all(t, s, in, tiles);
@@ -96,7 +96,7 @@ void land_any(TableBuilder* t, const ServerPut& s, const ServerPuts& in, u32 rai
     t->add_segment(0, 0, rows);
 }
 
-void lower_land(TableBuilder* t, const ServerPuts& in, const std::vector<TilePieces>& tiles) {
+void lower_land(TableBuilder* t, const ServerPuts& in, const Vector<TilePieces>& tiles) {
     for (const ServerPut& s : in.puts) {
         t->begin_stage(kLand, s.put->ticks_begin, s.put->ticks_end, s.num_chunks);
         for (u32 k = 1; k < t->num_local; ++k) {
@@ -127,14 +127,20 @@ void lower_land(TableBuilder* t, const ServerPuts& in, const std::vector<TilePie
 
 }  // namespace
 
-std::vector<u8> lower_planned(const Plan& plan, u32 rank) {
+Vector<u8> lower_planned(const Plan& plan, u32 rank) {
     TableBuilder table(plan, rank);
+    const u32 m = plan.traffic.gpus_per_server;
+    if (plan.moe())
+        table.reserve(most_records_of_dispatch(plan.traffic.servers, m));
+    else
+        table.reserve(usual_records(plan.traffic.servers, m));
     const u32 n = plan.traffic.servers, s = table.server;
-    std::vector<TilePieces> out_tiles(n), in_tiles(n);
+    Vector<TilePieces> out_tiles(n), in_tiles(n);
+    BalanceScratch scratch;
     for (u32 other = 0; other < n; ++other) {
         if (other == s) continue;
-        balance_tile(plan.traffic, s, other, &out_tiles[other]);
-        balance_tile(plan.traffic, other, s, &in_tiles[other]);
+        balance_tile(plan.traffic, s, other, &scratch, &out_tiles[other]);
+        balance_tile(plan.traffic, other, s, &scratch, &in_tiles[other]);
     }
     ServerPuts out, in;
     collect_puts(table, true, &out);

@@ -20,12 +20,13 @@ u64 scale_out_rows(const TableBuilder& t, u32 src, u32 dst) {
 
 }  // namespace
 
-std::vector<u8> lower_shifted(const Plan& plan, u32 rank) {
+Vector<u8> lower_shifted(const Plan& plan, u32 rank) {
     TableBuilder table(plan, rank);
     TableBuilder* t = &table;
+    t->reserve(usual_records(plan.traffic.servers, plan.traffic.gpus_per_server));
     const u32 r = plan.traffic.num_ranks;
     const bool credits = plan.policy == kSpreadout;
-    std::vector<Shift> shifts(r, Shift{0, 0});
+    Vector<Shift> shifts(r, Shift{0, 0});
     u64 total = 0, now = 0;
     for (const u64 rows : plan.stage_rows) total += std::min(rows, (u64{1} << 62) - total);
     for (u32 k = 1; k < r; ++k) {

@@ -4,13 +4,14 @@
 
 namespace fastkern {
 
-void max_assignment(u32 n, const std::vector<i64>& value, std::vector<u32>* column_of) {
+void max_assignment(u32 n, const Vector<i64>& value, MatchingScratch* scratch,
+                    Vector<u32>* column_of) {
     // Potentials u (rows) and v (columns) over costs -value; rows enter one at a time along the
     // cheapest alternating path. Index 0 is a sentinel, as usual for this method.
     constexpr i64 kInf = std::numeric_limits<i64>::max() / 2;
-    thread_local std::vector<i64> u, v, least;
-    thread_local std::vector<u32> row_of, from;
-    thread_local std::vector<u8> used;
+    Vector<i64>&u = scratch->u, &v = scratch->v, &least = scratch->least;
+    Vector<u32>&row_of = scratch->row_of, &from = scratch->from;
+    Vector<u8>& used = scratch->used;
     u.assign(n + 1, 0);
     v.assign(n + 1, 0);
     row_of.assign(n + 1, 0);
@@ -60,8 +61,8 @@ void max_assignment(u32 n, const std::vector<i64>& value, std::vector<u32>* colu
 
 namespace {
 
-bool augment(u32 n, const std::vector<u64>& value, u64 threshold, u32 row, std::vector<u32>& row_of,
-             std::vector<u8>& seen) {
+bool augment(u32 n, const Vector<u64>& value, u64 threshold, u32 row, Vector<u32>& row_of,
+             Vector<u8>& seen) {
     for (u32 j = 0; j < n; ++j) {
         if (seen[j] || value[static_cast<std::size_t>(row) * n + j] < threshold) continue;
         seen[j] = 1;
@@ -75,9 +76,10 @@ bool augment(u32 n, const std::vector<u64>& value, u64 threshold, u32 row, std::
 
 }  // namespace
 
-bool has_perfect_matching(u32 n, const std::vector<u64>& value, u64 threshold) {
-    thread_local std::vector<u32> row_of;
-    thread_local std::vector<u8> seen;
+bool has_perfect_matching(u32 n, const Vector<u64>& value, u64 threshold,
+                          MatchingScratch* scratch) {
+    Vector<u32>& row_of = scratch->row_of;
+    Vector<u8>& seen = scratch->used;
     row_of.assign(n, n);
     for (u32 row = 0; row < n; ++row) {
         seen.assign(n, 0);

@@ -2,8 +2,7 @@
 // times.
 #pragma once
 
-#include <vector>
-
+#include "planner/core/arena.h"
 #include "planner/core/topology.h"
 
 namespace fastkern {
@@ -36,23 +35,23 @@ struct OrderProblem {
     }
 };
 
-OrderProblem make_order_problem(u32 servers, u32 gpus_per_server, const std::vector<u64>& matrix,
+OrderProblem make_order_problem(u32 servers, u32 gpus_per_server, const Vector<u64>& matrix,
                                 u64 row_bytes, const Topology& topology, u32 chunk_slots);
 
 // Whole tiles, each server pair once: repeatedly the assignment that maximises the sum of squared
 // entries, heaviest rows and columns first; all matched tiles are put.
-std::vector<Put> order_by_assignment(const OrderProblem& problem);
+Vector<Put> order_by_assignment(const OrderProblem& problem);
 
 // Whole tiles by list scheduling: whenever servers fall idle, start the pair with the largest
 // max(rows left to send, rows left to receive), ties by size, then by index.
-std::vector<Put> order_by_list(const OrderProblem& problem);
+Vector<Put> order_by_list(const OrderProblem& problem);
 
 // Split tiles (Birkhoff): stages whose widths sum to exactly L, the largest row or column sum.
 // Throws std::invalid_argument when a pair would be cut into more than `most_parts` puts.
-std::vector<Put> order_split(const OrderProblem& problem, u32 most_parts);
+Vector<Put> order_split(const OrderProblem& problem, u32 most_parts);
 
 // Sets the plan times: a put starts when both its sender and its receiver have ended their previous
 // one. Sorts by start; returns the completion in ticks.
-u64 replay(const OrderProblem& problem, std::vector<Put>* puts);
+u64 replay(const OrderProblem& problem, Vector<Put>* puts);
 
 }  // namespace fastkern

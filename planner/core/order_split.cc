@@ -13,11 +13,10 @@ namespace fastkern {
 // stage: E[i][j] = S[i][j] + min(slack_i, slack_j). Since real and slack sum to L in every row and
 // column, E > 0 always holds a perfect matching. Each stage takes the largest width that one exists
 // for, and among the matchings of that width the one that moves most real rows.
-std::vector<Put> order_split(const OrderProblem& problem, u32 most_parts) {
+Vector<Put> order_split(const OrderProblem& problem, u32 most_parts) {
     const u32 n = problem.servers;
     const std::size_t size = static_cast<std::size_t>(n) * n;
-    std::vector<u64> left(problem.matrix, problem.matrix + size), row_slack(n, 0),
-        column_slack(n, 0);
+    Vector<u64> left(problem.matrix, problem.matrix + size), row_slack(n, 0), column_slack(n, 0);
     u64 width_left = 0;
     for (u32 a = 0; a < n; ++a)
         for (u32 b = 0; b < n; ++b) {
@@ -29,11 +28,12 @@ std::vector<Put> order_split(const OrderProblem& problem, u32 most_parts) {
         row_slack[s] = width_left - row_slack[s];
         column_slack[s] = width_left - column_slack[s];
     }
-    std::vector<Put> puts;
-    std::vector<u64> open(size), widths;
-    std::vector<i64> value(size);
-    std::vector<u32> column_of, parts(size, 0);
-    std::vector<std::size_t> last_of_sender(n, 0), last_of_receiver(n, 0);  // index + 1 into puts
+    Vector<Put> puts;
+    Vector<u64> open(size), widths;
+    Vector<i64> value(size);
+    MatchingScratch scratch;
+    Vector<u32> column_of, parts(size, 0);
+    Vector<std::size_t> last_of_sender(n, 0), last_of_receiver(n, 0);  // index + 1 into puts
     u64 now = 0;
     while (width_left) {
         widths.clear();
@@ -48,7 +48,7 @@ std::vector<Put> order_split(const OrderProblem& problem, u32 most_parts) {
         std::size_t low = 0, high = widths.size();  // widths[low] is feasible, widths[high] is not
         while (high - low > 1) {
             const std::size_t mid = (low + high) / 2;
-            (has_perfect_matching(n, open, widths[mid]) ? low : high) = mid;
+            (has_perfect_matching(n, open, widths[mid], &scratch) ? low : high) = mid;
         }
         const u64 width = widths[low];
         for (std::size_t k = 0; k < size; ++k)
@@ -56,7 +56,7 @@ std::vector<Put> order_split(const OrderProblem& problem, u32 most_parts) {
                 open[k] < width
                     ? -(i64{1} << 50)
                     : static_cast<i64>(mul_div(std::min(left[k], width), u64{1} << 30, width));
-        max_assignment(n, value, &column_of);
+        max_assignment(n, value, &scratch, &column_of);
         for (u32 a = 0; a < n; ++a) {
             const u32 b = column_of[a];
             const std::size_t k = static_cast<std::size_t>(a) * n + b;

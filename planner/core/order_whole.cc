@@ -1,14 +1,13 @@
 // Orders of whole tiles: each server pair is sent once.
 #include <algorithm>
 #include <functional>
-#include <queue>
 
 #include "planner/core/matching.h"
 #include "planner/core/order.h"
 
 namespace fastkern {
 
-OrderProblem make_order_problem(u32 servers, u32 gpus_per_server, const std::vector<u64>& matrix,
+OrderProblem make_order_problem(u32 servers, u32 gpus_per_server, const Vector<u64>& matrix,
                                 u64 row_bytes, const Topology& topology, u32 chunk_slots) {
     OrderProblem p;
     p.servers = servers;
@@ -27,25 +26,40 @@ OrderProblem make_order_problem(u32 servers, u32 gpus_per_server, const std::vec
     return p;
 }
 
-u64 replay(const OrderProblem& problem, std::vector<Put>* puts) {
-    std::vector<u64> sender_free(problem.servers, 0), receiver_free(problem.servers, 0);
+u64 replay(const OrderProblem& problem, Vector<Put>* puts) {
+    Vector<u64> sender_free(problem.servers, 0), receiver_free(problem.servers, 0);
     u64 completion = 0;
+    struct Start {
+        u64 ticks;
+        std::size_t put;
+        bool operator<(const Start& o) const {
+            return ticks != o.ticks ? ticks < o.ticks : put < o.put;
+        }
+    };
+    Vector<Start> starts;
+    starts.reserve(puts->size());
+    bool sorted = true;
     for (Put& put : *puts) {
         put.ticks_begin = std::max(sender_free[put.sender], receiver_free[put.receiver]);
         put.ticks_end = put.ticks_begin + problem.ticks(put.row_end - put.row_begin);
         sender_free[put.sender] = receiver_free[put.receiver] = put.ticks_end;
         completion = std::max(completion, put.ticks_end);
+        sorted &= starts.empty() || starts.back().ticks <= put.ticks_begin;
+        starts.push_back({put.ticks_begin, starts.size()});
     }
-    std::stable_sort(puts->begin(), puts->end(),
-                     [](const Put& x, const Put& y) { return x.ticks_begin < y.ticks_begin; });
+    if (sorted) return completion;
+    std::sort(starts.begin(), starts.end());
+    Vector<Put> in_order;
+    in_order.reserve(puts->size());
+    for (const Start& start : starts) in_order.push_back((*puts)[start.put]);
+    *puts = std::move(in_order);
     return completion;
 }
 
-std::vector<Put> order_by_list(const OrderProblem& problem) {
+Vector<Put> order_by_list(const OrderProblem& problem) {
     const u32 n = problem.servers;
-    std::vector<u64> row_left(n, 0), column_left(n, 0),
-        left(problem.matrix, problem.matrix + n * n);
-    std::vector<u32> sender_todo(n, 0);
+    Vector<u64> row_left(n, 0), column_left(n, 0), left(problem.matrix, problem.matrix + n * n);
+    Vector<u32> sender_todo(n, 0);
     std::size_t todo = 0;
     for (u32 a = 0; a < n; ++a)
         for (u32 b = 0; b < n; ++b)
@@ -55,9 +69,11 @@ std::vector<Put> order_by_list(const OrderProblem& problem) {
                 ++sender_todo[a];
                 ++todo;
             }
-    std::vector<Put> puts;
+    Vector<Put> puts;
     puts.reserve(todo);
-    std::vector<u32> senders, receivers;  // idle, ascending
+    Vector<u32> senders, receivers;  // idle, ascending
+    senders.reserve(n);
+    receivers.reserve(n);
     for (u32 s = 0; s < n; ++s) {
         senders.push_back(s);
         receivers.push_back(s);
@@ -71,7 +87,8 @@ std::vector<Put> order_by_list(const OrderProblem& problem) {
                                         : receiver > o.receiver;
         }
     };
-    std::priority_queue<Busy, std::vector<Busy>, std::greater<Busy>> busy;
+    Vector<Busy> busy;  // a heap, the first to end on top
+    busy.reserve(n);
     u64 now = 0;
     while (todo) {
         for (;;) {  // start pairs while an idle sender has rows for an idle receiver
@@ -95,7 +112,8 @@ std::vector<Put> order_by_list(const OrderProblem& problem) {
             const u32 a = senders[best_a], b = receivers[best_b];
             const u64 end = now + problem.ticks(best_rows);
             puts.push_back({a, b, 0, best_rows, now, end});
-            busy.push({end, a, b});
+            busy.push_back({end, a, b});
+            std::push_heap(busy.begin(), busy.end(), std::greater<Busy>());
             left[static_cast<std::size_t>(a) * n + b] = 0;
             row_left[a] -= best_rows;
             column_left[b] -= best_rows;
@@ -105,10 +123,11 @@ std::vector<Put> order_by_list(const OrderProblem& problem) {
             receivers.erase(receivers.begin() + static_cast<std::ptrdiff_t>(best_b));
         }
         if (busy.empty()) break;
-        now = busy.top().until;
-        while (!busy.empty() && busy.top().until == now) {
-            const Busy done = busy.top();
-            busy.pop();
+        now = busy.front().until;
+        while (!busy.empty() && busy.front().until == now) {
+            std::pop_heap(busy.begin(), busy.end(), std::greater<Busy>());
+            const Busy done = busy.back();
+            busy.pop_back();
             if (sender_todo[done.sender])
                 senders.insert(std::lower_bound(senders.begin(), senders.end(), done.sender),
                                done.sender);
@@ -121,21 +140,25 @@ std::vector<Put> order_by_list(const OrderProblem& problem) {
     return puts;
 }
 
-std::vector<Put> order_by_assignment(const OrderProblem& problem) {
+Vector<Put> order_by_assignment(const OrderProblem& problem) {
     const u32 n = problem.servers;
     const std::size_t size = static_cast<std::size_t>(n) * n;
-    std::vector<u64> left(problem.matrix, problem.matrix + size), row_left(n, 0), column_left(n, 0);
+    Vector<u64> left(problem.matrix, problem.matrix + size), row_left(n, 0), column_left(n, 0);
     u64 total = 0;
+    std::size_t todo = 0;
     for (u32 a = 0; a < n; ++a)
         for (u32 b = 0; b < n; ++b) {
             const u64 w = left[static_cast<std::size_t>(a) * n + b];
             row_left[a] += w;
             column_left[b] += w;
             total += w;
+            todo += w != 0;
         }
-    std::vector<Put> puts;
-    std::vector<i64> value(size);
-    std::vector<u32> column_of;
+    Vector<Put> puts;
+    puts.reserve(todo);
+    MatchingScratch scratch;
+    Vector<i64> value(size);
+    Vector<u32> column_of;
     while (total) {
         u64 heaviest = 0;
         for (u32 s = 0; s < n; ++s) heaviest = std::max({heaviest, row_left[s], column_left[s]});
@@ -152,7 +175,7 @@ std::vector<Put> order_by_assignment(const OrderProblem& problem) {
                 }
                 value[static_cast<std::size_t>(a) * n + b] = v;
             }
-        max_assignment(n, value, &column_of);
+        max_assignment(n, value, &scratch, &column_of);
         for (u32 a = 0; a < n; ++a) {
             const u32 b = column_of[a];
             u64& w = left[static_cast<std::size_t>(a) * n + b];

@@ -38,7 +38,7 @@ u64 hash_inputs(const Plan& p) {
 // Most rows that a rank sends or receives over scale-out without balancing.
 u64 direct_load(const Traffic& t) {
     u64 most = 0;
-    std::vector<u64> in(t.num_ranks, 0);
+    Vector<u64> in(t.num_ranks, 0);
     for (u32 s = 0; s < t.num_ranks; ++s) {
         u64 out = 0;
         for (u32 d = 0; d < t.num_ranks; ++d) {
@@ -53,8 +53,8 @@ u64 direct_load(const Traffic& t) {
     return most;
 }
 
-std::vector<u64> shift_stage_rows(const Traffic& t) {
-    std::vector<u64> most(t.num_ranks, 0);
+Vector<u64> shift_stage_rows(const Traffic& t) {
+    Vector<u64> most(t.num_ranks, 0);
     for (u32 s = 0; s < t.num_ranks; ++s)
         for (u32 k = 1; k < t.num_ranks; ++k) {
             const u32 d = (s + k) % t.num_ranks;
@@ -74,6 +74,7 @@ void choose_order(Plan* plan, PolicyChoice choice) {
     const Traffic& t = plan->traffic;
     const u32 n = t.servers;
     const bool automatic = choice == PolicyChoice::kAuto;
+    const bool explain = plan->options.explain;
     // Tokens go by same-index peers in every order.
     const bool can_shift =
         plan->topology.cross_rail || plan->moe() || n == 1 || t.gpus_per_server == 1;
@@ -90,13 +91,15 @@ void choose_order(Plan* plan, PolicyChoice choice) {
         plan->topology.scale_out_cost <= plan->topology.scale_up_cost) {
         plan->policy = kDirect;
         plan->stage_rows = shift_stage_rows(t);
-        plan->why.push_back("direct: scale-out is as fast as scale-up, balancing gains nothing");
+        if (explain)
+            plan->why.push_back(
+                "direct: scale-out is as fast as scale-up, balancing gains nothing");
         return;
     }
     const OrderProblem problem = make_order_problem(n, t.gpus_per_server, t.tiles, plan->row_bytes,
                                                     plan->topology, plan->options.chunk_slots);
     u64 longest = 0;  // L in ticks with alpha for one put per stage: no whole order can be shorter
-    std::vector<u64> column(n, 0);
+    Vector<u64> column(n, 0);
     for (u32 a = 0; a < n; ++a) {
         u64 row = 0;
         for (u32 b = 0; b < n; ++b) {
@@ -120,11 +123,12 @@ void choose_order(Plan* plan, PolicyChoice choice) {
             ticks <= longest + problem.alpha_ticks) {
             plan->policy = kDirect;
             plan->stage_rows = shift_stage_rows(t);
-            plan->why.push_back("direct: the heaviest rank's puts take " +
-                                std::to_string(direct_ps / 1000) + " ns, within " +
-                                std::to_string(kDirectAlphas) + " alphas, and " +
-                                std::to_string(ticks) + " ticks; planned at least " +
-                                std::to_string(longest + problem.alpha_ticks));
+            if (explain)
+                plan->why.push_back("direct: the heaviest rank's puts take " +
+                                    std::to_string(direct_ps / 1000) + " ns, within " +
+                                    std::to_string(kDirectAlphas) + " alphas, and " +
+                                    std::to_string(ticks) + " ticks; planned at least " +
+                                    std::to_string(longest + problem.alpha_ticks));
             return;
         }
     }
@@ -134,12 +138,14 @@ void choose_order(Plan* plan, PolicyChoice choice) {
         plan->policy = kWhole;
         plan->order = order_by_list(problem);
         best = replay(problem, &plan->order);
-        plan->why.push_back("whole by list: " + std::to_string(best) + " ticks, at least " +
-                            std::to_string(longest));
+        if (explain)
+            plan->why.push_back("whole by list: " + std::to_string(best) + " ticks, at least " +
+                                std::to_string(longest));
         if (best > longest) {
-            std::vector<Put> other = order_by_assignment(problem);
+            Vector<Put> other = order_by_assignment(problem);
             const u64 ticks = replay(problem, &other);
-            plan->why.push_back("whole by assignment: " + std::to_string(ticks) + " ticks");
+            if (explain)
+                plan->why.push_back("whole by assignment: " + std::to_string(ticks) + " ticks");
             if (ticks < best) {
                 best = ticks;
                 plan->order = std::move(other);
@@ -149,16 +155,16 @@ void choose_order(Plan* plan, PolicyChoice choice) {
         const u64 close = longest + longest / (n <= 4 ? 256 : 64);
         if (!automatic || n > kMostServersForSplit || best <= close) return;
     }
-    std::vector<Put> split;
+    Vector<Put> split;
     try {
         split = order_split(problem, plan->options.chunk_slots / 2);
     } catch (const std::invalid_argument& error) {
         if (!automatic) throw;
-        plan->why.push_back(error.what());
+        if (explain) plan->why.push_back(error.what());
         return;
     }
     const u64 ticks = replay(problem, &split);
-    plan->why.push_back("split: " + std::to_string(ticks) + " ticks");
+    if (explain) plan->why.push_back("split: " + std::to_string(ticks) + " ticks");
     if (choice == PolicyChoice::kSplit || ticks < best) {
         plan->policy = kSplit;
         plan->order = std::move(split);
@@ -166,8 +172,8 @@ void choose_order(Plan* plan, PolicyChoice choice) {
 }
 
 // Servers in turn, a to a + k at shift k: the order of unbalanced plans of dispatch.
-std::vector<Put> order_by_shift(const Traffic& t) {
-    std::vector<Put> order;
+Vector<Put> order_by_shift(const Traffic& t) {
+    Vector<Put> order;
     for (u32 k = 1; k < t.servers; ++k)
         for (u32 a = 0; a < t.servers; ++a) {
             const u32 b = (a + k) % t.servers;
@@ -248,7 +254,7 @@ u64 Plan::completion_rows() const {
     }
     u64 completion = 0;
     if (policy == kDirect && !moe()) {
-        std::vector<u64> sender(t.num_ranks, 0), receiver(t.num_ranks, 0);
+        Vector<u64> sender(t.num_ranks, 0), receiver(t.num_ranks, 0);
         for (u32 k = 1; k < t.num_ranks; ++k)
             for (u32 s = 0; s < t.num_ranks; ++s) {
                 const u32 d = (s + k) % t.num_ranks;
@@ -260,7 +266,7 @@ u64 Plan::completion_rows() const {
         return completion;
     }
     for (u32 l = 0; l < t.gpus_per_server; ++l) {
-        std::vector<u64> sender(t.servers, 0), receiver(t.servers, 0);
+        Vector<u64> sender(t.servers, 0), receiver(t.servers, 0);
         for (const Put& p : order) {
             const u64 rows = rail_part(p, l).second;
             if (!rows) continue;
@@ -292,7 +298,7 @@ std::vector<std::pair<u32, u64>> Plan::puts(u32 rank) const {
 }
 
 u32 Plan::max_puts_per_rank() const {
-    std::vector<u32> count(traffic.num_ranks, 0);
+    Vector<u32> count(traffic.num_ranks, 0);
     const u32 m = traffic.gpus_per_server;
     if (shifted()) {
         for (u32 s = 0; s < traffic.num_ranks; ++s)
@@ -311,17 +317,18 @@ ScaleUpLoad Plan::scale_up_load() const {
     const Traffic& t = traffic;
     const u32 m = t.gpus_per_server;
     ScaleUpLoad load;
-    std::vector<u64> link(static_cast<std::size_t>(t.num_ranks) * m,
-                          0);  // [rank][local destination]
+    Vector<u64> link(static_cast<std::size_t>(t.num_ranks) * m,
+                     0);  // [rank][local destination]
     for (u32 r = 0; r < t.num_ranks; ++r)
         for (u32 j = 0; j < m; ++j)
             if (r % m != j) link[static_cast<std::size_t>(r) * m + j] = t.at(r, r / m * m + j);
     if (!shifted()) {
         TilePieces tile;
+        BalanceScratch scratch;
         for (u32 a = 0; a < t.servers; ++a)
             for (u32 b = 0; b < t.servers; ++b) {
                 if (!t.tile(a, b)) continue;
-                balance_tile(t, a, b, &tile);
+                balance_tile(t, a, b, &scratch, &tile);
                 for (const Piece& p : tile.pieces) {
                     const std::size_t packed =
                         static_cast<std::size_t>(a * m + p.src_local) * m + p.rail;

@@ -28,10 +28,10 @@ struct Plan {
     u64 row_bytes = 0;
     u32 policy = kWhole;
     u64 hash = 0;
-    std::vector<Put> order;        // whole, split: puts between servers by start
-    std::vector<u64> stage_rows;   // direct, spreadout: [R] most rows of shift k over scale-out
-    std::vector<u64> to_rank;      // dispatch: [R][R] tokens of each rank that each rank gets
-    std::vector<std::string> why;  // how the policy was chosen, a line each
+    Vector<Put> order;             // whole, split: puts between servers by start
+    Vector<u64> stage_rows;        // direct, spreadout: [R] most rows of shift k over scale-out
+    Vector<u64> to_rank;           // dispatch: [R][R] tokens of each rank that each rank gets
+    std::vector<std::string> why;  // how the policy was chosen, a line each; see Options::explain
 
     bool moe() const { return !to_rank.empty(); }
     bool shifted() const { return !moe() && (policy == kDirect || policy == kSpreadout); }
@@ -66,7 +66,7 @@ Plan make_moe_plan(const i64* to_server, const i64* to_rank, const Topology& top
                    u64 row_bytes, PolicyChoice choice, const Options& options);
 
 // This rank's stage table: of an all-to-all, or of a dispatch.
-std::vector<u8> lower(const Plan& plan, u32 rank);
+Vector<u8> lower(const Plan& plan, u32 rank);
 
 // What a combine needs to know beside the plan of its dispatch.
 struct CombineShape {
@@ -78,7 +78,7 @@ struct CombineShape {
 
 // This rank's table of the combine: the dispatch's plan transposed. Chunks hold as many rows as in
 // the dispatch, since a proxy's Arrival records go by them.
-std::vector<u8> lower_combine(const Plan& plan, u32 rank, const CombineShape& shape);
+Vector<u8> lower_combine(const Plan& plan, u32 rank, const CombineShape& shape);
 
 // Lowers every rank and checks: each row delivered once to the right place; one sender per receiver
 // at a time; every wait has a producer; plan times strictly increase along every dependency; every
@@ -86,8 +86,7 @@ std::vector<u8> lower_combine(const Plan& plan, u32 rank, const CombineShape& sh
 std::vector<std::string> validate(const Plan& plan, std::size_t most = 16);
 
 // The same on given tables, one per rank (any origin).
-std::vector<std::string> validate_tables(const Plan& plan,
-                                         const std::vector<std::vector<u8>>& tables,
+std::vector<std::string> validate_tables(const Plan& plan, const std::vector<Vector<u8>>& tables,
                                          std::size_t most = 16);
 
 }  // namespace fastkern

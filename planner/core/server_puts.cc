@@ -5,11 +5,13 @@ namespace fastkern {
 void collect_puts(const TableBuilder& t, bool out, ServerPuts* result) {
     const Plan& plan = t.plan;
     const u32 n = t.traffic.servers, m = t.num_local;
-    std::vector<u32> parts(n, 0), chunks(n, 0), occurrences(n, 0);
-    std::vector<u64> staged(m, 0), remote(n, 0);
+    Vector<u32> parts(n, 0), chunks(n, 0), occurrences(n, 0);
+    Vector<u64> staged(m, 0), remote(n, 0);
     for (const Put& p : plan.order)
         if ((out ? p.sender : p.receiver) == t.server) ++parts[out ? p.receiver : p.sender];
     result->puts.reserve(n);
+    for (Vector<u64>* rows : {&result->part_begin, &result->part_rows, &result->staging_row})
+        rows->reserve(std::size_t{n} * m);
     for (const Put& p : plan.order) {
         const bool ours = (out ? p.sender : p.receiver) == t.server;
         const u64 here = ours || out || plan.moe() ? plan.rail_part(p, t.local).second : 0;

@@ -21,8 +21,8 @@ struct ServerPut {
 };
 
 struct ServerPuts {
-    std::vector<ServerPut> puts;
-    std::vector<u64> part_begin, part_rows, staging_row;  // [put][rail]
+    Vector<ServerPut> puts;
+    Vector<u64> part_begin, part_rows, staging_row;  // [put][rail]
 };
 
 // In the plan's order; those that carry nothing on any rail are left out.

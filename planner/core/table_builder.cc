@@ -29,11 +29,14 @@ TableBuilder::TableBuilder(const Plan& plan_, u32 rank_)
             row += rows_to(s, j);
         }
     }
-    const std::size_t guess = static_cast<std::size_t>(num_local) * num_local * traffic.servers;
-    stages_.reserve(4 * traffic.servers + 2);
-    streams_.reserve(static_cast<std::size_t>(num_local) * (2 * traffic.servers + 2));
-    segments_.reserve(2 * guess + num_local);
-    links_.reserve(static_cast<std::size_t>(num_local) * traffic.servers);
+}
+
+void TableBuilder::reserve(const RecordCounts& counts) {
+    posts_.reserve(counts.posts);
+    stages_.reserve(counts.stages);
+    streams_.reserve(counts.streams);
+    segments_.reserve(counts.segments);
+    links_.reserve(counts.links);
 }
 
 void TableBuilder::begin_stage(QueueKind queue, u64 ticks_begin, u64 ticks_end, u32 num_chunks) {
@@ -137,7 +140,7 @@ Header TableBuilder::make_header(u64 send_rows, u64 receive_rows) const {
     return h;
 }
 
-std::vector<u8> TableBuilder::finish(u64 send_rows, u64 receive_rows) {
+Vector<u8> TableBuilder::finish(u64 send_rows, u64 receive_rows) {
     Header h = make_header(send_rows, receive_rows);
     if (plan.moe()) {
         h.op = kDispatch;
@@ -147,8 +150,8 @@ std::vector<u8> TableBuilder::finish(u64 send_rows, u64 receive_rows) {
     return pack(h);
 }
 
-std::vector<u8> TableBuilder::finish_combine(u64 send_rows, u64 receive_rows,
-                                             const CombineShape& shape) {
+Vector<u8> TableBuilder::finish_combine(u64 send_rows, u64 receive_rows,
+                                        const CombineShape& shape) {
     Header h = make_header(send_rows, receive_rows);
     h.op = kCombine;
     h.row_bytes = shape.row_bytes;
@@ -172,8 +175,8 @@ std::vector<u8> TableBuilder::finish_combine(u64 send_rows, u64 receive_rows,
     return pack(h);
 }
 
-std::vector<u8> TableBuilder::pack(Header h) const {
-    std::vector<u8> block(h.table_bytes);
+Vector<u8> TableBuilder::pack(Header h) const {
+    Vector<u8> block(h.table_bytes);
     u8* at = block.data();
     const auto put = [&at](const void* from, std::size_t bytes) {
         if (bytes) std::memcpy(at, from, bytes);
@@ -245,7 +248,7 @@ void post_ready_to_local_peers(TableBuilder* t) {
                     t->flags.ready(t->rank), 1);
 }
 
-std::vector<u8> lower(const Plan& plan, u32 rank) {
+Vector<u8> lower(const Plan& plan, u32 rank) {
     return plan.shifted() ? lower_shifted(plan, rank) : lower_planned(plan, rank);
 }
 

@@ -10,7 +10,7 @@
 
 namespace fastkern {
 
-using Tables = std::vector<std::vector<u8>>;  // [R], a rank's table each
+using Tables = std::vector<Vector<u8>>;  // [R], a rank's table each
 
 // An item that holds rows: rows [begin, end) of its stream.
 struct WalkItem {

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <vector>
 
 #include "planner/stage_table.h"
 
@@ -29,6 +28,7 @@ struct Options {
     u64 chunk_bytes = 128 * 1024;  // a put is cut into chunks of about this size
     u32 chunk_slots = 64;          // chunk flags per pair of ranks: chunks grow to fit
     u32 credit_lead = 1;  // chunks before the last one at which the next sender gets its credit
+    bool explain = true;  // say how the policy was chosen, in Plan::why
 };
 
 // Picoseconds for `bytes` at a quantised cost, saturating at 2^63 - 1.

@@ -51,14 +51,14 @@ Traffic make_traffic(const i64* matrix, const Topology& topology, u64 row_bytes)
     }
     // One wide total usually proves every sum safe; only when it does not is each one looked at.
     unsigned __int128 total = 0;
-    std::vector<u64> column(r, 0);
+    Vector<u64> column(r, 0);
     for (std::size_t s = 0; s < r; ++s)
         for (std::size_t d = 0; d < r; ++d) {
             total += t.rows[s * r + d];
             column[d] += t.rows[s * r + d];
         }
     if (total > kMost / row_bytes) {
-        std::vector<unsigned __int128> in(r, 0);
+        Vector<unsigned __int128> in(r, 0);
         for (std::size_t s = 0; s < r; ++s) {
             unsigned __int128 out = 0;
             for (std::size_t d = 0; d < r; ++d) {
@@ -114,7 +114,7 @@ Traffic make_token_traffic(const i64* to_server, const i64* to_rank, const Topol
                            u64 row_bytes) {
     const u32 n = topology.servers, m = topology.gpus_per_server;
     const std::size_t r = topology.num_ranks();
-    std::vector<i64> matrix(r * r, 0);
+    Vector<i64> matrix(r * r, 0);
     const Traffic ranks = make_traffic(to_rank, topology, row_bytes);  // checks signs and sums
     for (u32 s = 0; s < r; ++s)
         for (u32 b = 0; b < n; ++b) {

@@ -1,8 +1,7 @@
 // The traffic matrix, checked, and the sums that everything else is computed from.
 #pragma once
 
-#include <vector>
-
+#include "planner/core/arena.h"
 #include "planner/core/topology.h"
 
 namespace fastkern {
@@ -12,9 +11,9 @@ struct Traffic {
     u32 num_ranks = 0;
     u32 servers = 0;
     u32 gpus_per_server = 0;
-    std::vector<u64> rows;   // [R][R]
-    std::vector<u64> tiles;  // [N][N] rows of each server pair; the diagonal is zero
-    u64 max_rail_out = 0;    // most rows a rank sends over scale-out after balancing
+    Vector<u64> rows;      // [R][R]
+    Vector<u64> tiles;     // [N][N] rows of each server pair; the diagonal is zero
+    u64 max_rail_out = 0;  // most rows a rank sends over scale-out after balancing
     u64 max_rail_in = 0;
     u64 max_output_rows = 0;
     bool balanced = true;  // false: rows stay on their owner's rail, for its same-index peer

@@ -11,7 +11,7 @@ constexpr u64 kMostRows = ~u64{0} >> 1;
 constexpr u64 kMostTicks = u64{1} << 60;
 
 // Why the block cannot be read as a table, or nothing.
-const char* misfit(const std::vector<u8>& block) {
+const char* misfit(const Vector<u8>& block) {
     if (block.size() < sizeof(Header)) return "the table is shorter than a header";
     Header h;
     std::memcpy(&h, block.data(), sizeof h);

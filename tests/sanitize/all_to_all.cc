@@ -15,7 +15,8 @@ namespace {
 
 struct Call {
     std::vector<i64> traffic;
-    std::vector<std::vector<u8>> tables, inputs, outputs;
+    std::vector<Vector<u8>> tables;
+    std::vector<std::vector<u8>> inputs, outputs;
 };
 
 u8 byte_of(u32 src, u64 row, u64 column, u32 call) {

@@ -62,7 +62,7 @@ class RankRunner {
         const Payload& p = step.payload;
         const std::string fault = step.record ? make_handle(step, &route) : exchange({0});
         if (!fault.empty()) return fault;
-        const std::vector<u8> table = lower(plan_of(program_, r, p.row_bytes), rank_);
+        const Vector<u8> table = lower(plan_of(program_, r, p.row_bytes), rank_);
 
         const u64 tokens = r.num_tokens(rank_), rows = r.rows[rank_].size();
         const u64 weights = r.layout == kExpertLayout ? rows : rows * r.topk;
@@ -128,7 +128,7 @@ class RankRunner {
             for (const std::vector<u64>& one : all) num_partials = std::max(num_partials, one[0]);
         }
         const u64 tokens = r.num_tokens(rank_);
-        const std::vector<u8> table = lower_combine(
+        const Vector<u8> table = lower_combine(
             route.plan, rank_, {s.row_bytes(), s.partial_row_bytes(), num_partials, tokens});
         Bytes result(tokens * s.width * value_bytes(s.value_kind), kUnwritten);
         MoeArgs moe{};
@@ -161,7 +161,7 @@ class RankRunner {
         return {};
     }
 
-    bool launch(const std::vector<u8>& table, const MoeArgs& moe) {
+    bool launch(const Vector<u8>& table, const MoeArgs& moe) {
         return host_.launch(table.data(), nullptr, nullptr, &moe, epoch_, kDeadlineNs, options_);
     }
 
@@ -179,7 +179,7 @@ u64 heap_bytes(const MoeProgram& program) {
     u64 most = 0;
     for (const MoeStep& step : program.steps) {
         const Routing& r = program.routings[step.routing];
-        std::vector<u8> table;
+        Vector<u8> table;
         if (step.dispatch()) {
             const Plan plan = plan_of(program, r, step.payload.row_bytes);
             if (step.record) plans[step.routing] = plan;
