@@ -366,6 +366,11 @@ class Communicator:
         xs = [x] if isinstance(x, torch.Tensor) else list(x)
         shape: StaticShape | Exception
         try:
+            if self.transport.capabilities.across_hosts:
+                raise ValueError(
+                    f"static_exchange: works over peer, where ranks map each other's memory, not "
+                    f"{self.transport.name}"
+                )
             shape = make_static_shape(
                 xs,
                 topk,

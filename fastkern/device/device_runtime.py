@@ -298,7 +298,12 @@ class DeviceRuntime:
         may be of a rank that only found out."""
         try:
             word = int(self._control_of(self.rank)["abort"])
-            return self._record_of(word, op, call) if word else None
+            if word:
+                return self._record_of(word, op, call)
+            with self._lock:
+                statics = list(self._statics)
+            records = (exchange.record() for exchange in statics)
+            return next((record for record in records if record is not None), None)
         except DriverError as error:
             log.warning("reading the control words: %s", error)
             return None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ..errors import ClosedError, DeadlineError, FastkernError
+from ..errors import ClosedError, DeadlineError, FastkernError, WaitRecord
 from ..moe.combine_arguments import prepare_combine
 from ..moe.dispatch_arguments import DispatchCall, prepare_dispatch
 from ..moe.static_shape import StaticShape
@@ -227,8 +227,8 @@ class StaticExchange:
         counted = self._launches.tokens_per_expert(0)
         self._runtime.driver.copy(tokens.data_ptr(), counted, 8 * tokens.numel(), stream)
         self._num_tokens = call.num_tokens
-        used = [*call.xs, call.topk_idx, *([] if call.weights is None else [call.weights])]
-        self._end(stream, [*used, *recv, tokens])
+        used = [*call.xs, call.topk_idx, call.weights, *recv, weights, idx, tokens]
+        self._end(stream, [t for t in used if t is not None])
         return StaticDispatched(recv[0] if single else recv, weights, idx, tokens)
 
     def combine(
@@ -245,6 +245,7 @@ class StaticExchange:
         """
         if self._num_tokens is None:
             raise ValueError("combine: there was no dispatch before")
+        self.shape.check_combine(expert_out)
         info = self.shape.info(self._rank, self._topology, self._num_tokens)
         call = prepare_combine(
             expert_out,
@@ -256,7 +257,6 @@ class StaticExchange:
             out,
             self._runtime.device,
         )
-        self.shape.check_combine(expert_out)
         _refuse_gradients([expert_out, weights, bias])
 
         def run() -> torch.Tensor:
@@ -336,24 +336,34 @@ class StaticExchange:
             planning.check()
 
     def look(self) -> FastkernError | None:
-        """What made a kernel give up, if one did."""
+        """What made a kernel give up, as far as the host's memory says."""
         if self._closed:
             return None
         word = int(control_record(host_view(self._status, CONTROL.itemsize))["abort"])
         if not word:
             return None
-        origin = abort_origin(word)
-        address = self.heap.control_address(origin)
-        raw = np.frombuffer(
-            download(self._runtime.driver, address, CONTROL.itemsize), dtype=np.uint8
-        )
-        fields = control_record(raw)["record"]
-        if int(fields["state"]) == RECORD_WRITTEN:
-            record = wait_record(_OP, abort_epoch(word), origin, fields)
+        record = self.record()
+        if record is not None:
             return DeadlineError(str(record), record)
         return DeadlineError(
-            f"{_OP}: rank {origin} gave up waiting for other ranks, or left the call"
+            f"{_OP}: rank {abort_origin(word)} gave up waiting for other ranks, or left the call"
         )
+
+    def record(self) -> WaitRecord | None:
+        """What the kernel that gave up has left, as the device's memory says."""
+        word = int(self._control_of(self._rank)["abort"])
+        if not word:
+            return None
+        origin = abort_origin(word)
+        fields = self._control_of(origin)["record"]
+        if int(fields["state"]) != RECORD_WRITTEN:
+            return None
+        return wait_record(_OP, abort_epoch(word), origin, fields)
+
+    def _control_of(self, rank: int) -> Any:
+        address = self.heap.control_address(rank)
+        raw = download(self._runtime.driver, address, CONTROL.itemsize)
+        return control_record(np.frombuffer(raw, dtype=np.uint8))
 
     # -- end ---------------------------------------------------------------------------------------
 

@@ -21,11 +21,13 @@ import numpy.typing as npt
 import torch
 
 from ..moe.dispatch_arguments import DispatchOptions
+from ..moe.static_shape import StaticShape
 from .virtual_all_to_all import AllToAll
 from .virtual_combine import Combine
 from .virtual_handle import VirtualHandle
 from .virtual_moe import Dispatch, VirtualDispatch
 from .virtual_runtime import VirtualOptions, VirtualRuntime
+from .virtual_static import VirtualStatic
 
 __all__ = ["VirtualCluster", "VirtualOptions"]
 
@@ -120,3 +122,9 @@ class VirtualCluster(VirtualRuntime):
             return call.read()
         finally:
             call.close()
+
+    def static_exchange(self, shape: StaticShape, entry_timeout_s: float = 30.0) -> VirtualStatic:
+        """Dispatches and combines of one shape, run or captured; see VirtualStatic. Closed before
+        the cluster is."""
+        self.check()
+        return VirtualStatic(self, shape, entry_timeout_s)

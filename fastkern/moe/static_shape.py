@@ -142,8 +142,10 @@ class StaticShape:
         if given != self.weights_dtype:
             raise TypeError(f"topk_weights is {given}, the exchange has {self.weights_dtype}")
 
-    def check_combine(self, expert_out: torch.Tensor) -> None:
+    def check_combine(self, expert_out: Any) -> None:
         """Raise TypeError or ValueError where rows are not those that this exchange combines."""
+        if not isinstance(expert_out, torch.Tensor):
+            raise TypeError(f"expert_out must be a tensor, not {type(expert_out).__name__}")
         if self.expert_dtype is None:
             raise ValueError("the exchange was made without a combine: expert_out was not given")
         if expert_out.dtype != self.expert_dtype:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ class StaticCase:
     wire: torch.dtype | None = None
     planner: str = "device"
     expert_to_rank: tuple[int, ...] | None = None
-    chunk_bytes: int = 1 << 17
+    narrow: bool = True  # expert outputs; else as wide as the tokens
 
     def options(self) -> dict[str, Any]:
         """Of the eager dispatch."""
@@ -44,7 +44,9 @@ class StaticCase:
     def like(self) -> tuple[list[Tensor], Tensor]:
         """Tensors like those of the calls: payloads, expert outputs."""
         ids = torch.empty(0, 3, dtype=torch.int16)
-        return [torch.empty(0, WIDTH, dtype=self.dtype), ids], torch.empty(0, 5, dtype=self.dtype)
+        width = 5 if self.narrow else WIDTH
+        x, expert_out = (torch.empty(0, n, dtype=self.dtype) for n in (WIDTH, width))
+        return [x, ids], expert_out
 
 
 @dataclass(frozen=True)
@@ -80,9 +82,9 @@ def live_rows(case: StaticCase, tokens: Tensor, rows: int) -> Tensor:
     return live
 
 
-def experts(recv: Tensor) -> Tensor:
-    """What all experts do: rows of 5 values, row by row."""
-    return (recv[:, :5] * 2 + recv[:, 5:10]).contiguous()
+def experts(case: StaticCase, recv: Tensor) -> Tensor:
+    """What all experts do: rows of 5 values, row by row; or nothing."""
+    return (recv[:, :5] * 2 + recv[:, 5:10]).contiguous() if case.narrow else recv
 
 
 def sums_of(comm: Communicator, case: StaticCase, given: Inputs) -> tuple[list[Tensor], Tensor]:
@@ -91,7 +93,7 @@ def sums_of(comm: Communicator, case: StaticCase, given: Inputs) -> tuple[list[T
         given.xs, given.idx, given.weights, **case.options()
     )
     row_weights = weights if case.layout == "expert" else None
-    y = comm.combine(experts(recv[0]), handle, weights=row_weights, wire_dtype=case.wire)
+    y = comm.combine(experts(case, recv[0]), handle, weights=row_weights, wire_dtype=case.wire)
     extra = [tokens] if weights is None else [tokens, weights]
     if case.layout == "rank":
         extra.append(handle.recv_topk_idx)
@@ -135,9 +137,6 @@ def compare(case: StaticCase, got: list[Tensor], right: list[Tensor], what: str)
         assert torch.equal(a[live] if per_row else a, b[live] if per_row else b), (what, k)
         if per_row:
             assert not a[~live].any(), (what, k, "padding")
-
-
-Step = Callable[[], None]
 
 
 def steps(comm: Communicator, case: StaticCase, seed: int, num_steps: int) -> Iterator[Inputs]:

@@ -41,7 +41,7 @@ def test_an_entry_with_all_that_it_includes(thing: Callable[[str], EntrySource])
 
 
 def test_the_packages_own_entries() -> None:
-    names = ["combine", "dispatch", "exchange", "route"]
+    names = ["combine", "dispatch", "exchange", "route", "static"]
     assert entry_names("cuda") == entry_names("hip") == names
     for target in ("cuda", "hip"):
         for name in names:
@@ -241,7 +241,7 @@ def test_the_packages_own_entries_go_to_hiprtc(rtc: HipRtc) -> None:
     for name in entry_names("hip"):
         compile_entry(name, "hip", "gfx942", cache=KernelCache(None))
     assert all(b"kernels/target/hip.h" in program.headers for program in rtc.programs)
-    assert len(rtc.programs) == 4
+    assert len(rtc.programs) == 5
 
 
 @pytest.mark.parametrize(

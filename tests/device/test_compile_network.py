@@ -59,7 +59,7 @@ def test_kernels_that_move_rows_are_one_image() -> None:
     assert {image_name(entry, "nvshmem") for entry in MOVING} == {"network/nvshmem"}
     assert image_name("route", "nvshmem") == "route"
     assert {image_name(entry, "peer") for entry in MOVING} == set(MOVING)
-    assert set(MOVING) == {*entry_names("cuda")} - {"route"}
+    assert set(MOVING) == {*entry_names("cuda")} - {"route", "static"}
 
 
 @pytest.mark.parametrize(

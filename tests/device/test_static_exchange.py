@@ -24,7 +24,7 @@ from tests.device.static_cases import (
     sums_of,
 )
 
-PLANNERS = ("device",)
+PLANNERS = ("device", "host")
 TOPOLOGIES: tuple[Topology, ...] = ((1, 1), (1, 3), (2, 1), (2, 2), (3, 1))
 CASES = (
     StaticCase(),
@@ -47,7 +47,7 @@ def run_steps(
                     right, y = sums_of(comm, case, given)
                     got = exchange.dispatch(given.xs, given.idx, given.weights)
                     weights = got.recv_topk_weights if case.layout == "expert" else None
-                    z = exchange.combine(experts(got.recv_x[0]), weights)
+                    z = exchange.combine(experts(case, got.recv_x[0]), weights)
                     compare(case, received(case, got), right, f"{case} step {k}")
                     assert torch.equal(z, y), f"{case} step {k}"
                 exchange.check()

@@ -141,6 +141,7 @@ def sass_kernels(sass: str, root: Path) -> dict[str, Kernel]:
         frames: list[Frame] = []
         whole = True  # Are they? Then the next one belongs to other instructions.
         joins = dict(re.findall(barrier, part))
+        files = frozenset(re.findall(r'//## File "([^"]+)"', part))
         for line in part.splitlines()[1:]:
             if place := re.match(r'\s*//## File "([^"]+)", line (\d+)', line):
                 frames = [*([] if whole else frames), _frame(place[1], place[2], root)]
@@ -152,7 +153,7 @@ def sass_kernels(sass: str, root: Path) -> dict[str, Kernel]:
                 elif ended := re.search(r"\bBSYNC\S* (B\d+)", text):
                     # Lanes that waited for each other go on where the barrier said they would.
                     text += f", `({joins[ended[1]]})"
-                lines.append((text, tuple(frames)))
+                lines.append((text, _with_callers(tuple(frames), files, root)))
                 whole = True
             elif re.match(r"\.L_x_\d+:", line):
                 lines.append((line.strip(), ()))
@@ -221,13 +222,45 @@ def _frame(path: str, line: str, root: Path) -> Frame:
 
 
 @functools.cache
+def _with_callers(
+    frames: tuple[Frame, ...], files: frozenset[str], root: Path
+) -> tuple[Frame, ...]:
+    """The same, where callers name what they call.
+
+    ptxas takes one file for another where two frames are of the same line in each. So a caller
+    whose line does not call the function before it is looked for in that line of the others.
+    """
+    kept: list[Frame] = list(frames[:1])
+    for frame in frames[1:]:
+        places = [_frame(file, str(frame[1]), root) for file in sorted(files)]
+        calling = {place for place in (frame, *places) if _calls(place, kept[-1][2], root)}
+        kept.append(calling.pop() if len(calling) == 1 else frame)
+    return tuple(kept)
+
+
+def _calls(frame: Frame, function: str, root: Path) -> bool:
+    file, line, caller = frame
+    if "?" in (function, caller):
+        return False
+    return re.search(rf"\b{function}(?:<[^()]*>)?\(", _lines(root, file)[line - 1]) is not None
+
+
+@functools.cache
+def _lines(root: Path, file: str) -> list[str]:
+    return (root / file).read_text().splitlines()
+
+
+@functools.cache
 def _functions(root: Path, file: str) -> list[str]:
     """For each line of a source the function that it belongs to, "?" before the first."""
-    device = r"(?:FASTKERN_DEVICE|FASTKERN_HD|__device__|__global__)\b.*?\b(\w+)\((?!auto\))"
+    device = r"(?:FASTKERN_DEVICE|FASTKERN_HD|__device__)\b.*?\b(\w+)\((?!auto\))"
     function = "?"
     functions = []
-    for line in (root / file).read_text().splitlines():
-        if (found := re.search(device, line)) and not line.lstrip().startswith(("#", "//")):
-            function = "kernel" if found[1].startswith("__") else found[1]  # attributes
+    for line in _lines(root, file):
+        if not line.lstrip().startswith(("#", "//")):
+            if "__global__" in line:  # the name comes after attributes, perhaps on another line
+                function = "kernel"
+            elif found := re.search(device, line):
+                function = found[1]
         functions.append(function)
     return functions
