@@ -8,8 +8,8 @@
 #include <cstdlib>
 
 #include "tests/sanitize/all_to_all.h"
-#include "tests/sanitize/host_planner.h"
 #include "tests/sanitize/moe_ranks.h"
+#include "tests/sanitize/planner_node.h"
 
 using namespace fastkern;
 

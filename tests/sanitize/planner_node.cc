@@ -1,4 +1,4 @@
-#include "tests/sanitize/host_planner.h"
+#include "tests/sanitize/planner_node.h"
 
 #include <algorithm>
 #include <thread>
