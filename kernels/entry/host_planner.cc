@@ -208,7 +208,8 @@ void HostPlanner::warm_up() {
         Vector<Put> sorted_list, sorted_assignment;
         sorted_list.reserve(by_assignment.size());
         sorted_assignment.reserve(by_assignment.size());
-        const Vector<u8> dispatch(layout_.dispatch_room), combine(layout_.combine_room);
+        const Vector<u8> more_dispatch(layout_.dispatch_room - tables.dispatch.size());
+        const Vector<u8> more_combine(layout_.combine_room - tables.combine.size());
     }
     arena_.reserve(arena_.used_bytes());
 }

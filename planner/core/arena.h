@@ -39,11 +39,9 @@ class Arena {
         enter(0);
     }
 
-    // One block with room for `bytes` in all, in whatever pieces of a multiple of 16 bytes. Only
-    // while nothing is alive.
+    // Begins anew with one block, for what used_bytes() counts up to `bytes`, in whatever order.
     void reserve(std::size_t bytes) {
         reset();
-        if (!blocks_.empty() && blocks_.front().bytes >= bytes) return;
         blocks_.clear();
         add_block(bytes);
         enter(0);

@@ -1,6 +1,6 @@
 // Planner and host kernel without Python, for the sanitizers: random all-to-alls, dispatches and
 // combines, all policies, several blocks and lanes, back-to-back calls, each checked against its
-// definition.
+// definition; and planners as host nodes.
 //
 // Usage: driver SECONDS SEED
 #include <chrono>
@@ -9,6 +9,7 @@
 
 #include "tests/sanitize/all_to_all.h"
 #include "tests/sanitize/moe_ranks.h"
+#include "tests/sanitize/planner_node.h"
 
 using namespace fastkern;
 
@@ -43,12 +44,15 @@ int main(int argc, char** argv) {
     const double seconds = argc > 1 ? std::atof(argv[1]) : 10;
     Random random(argc > 2 ? static_cast<u64>(std::atoll(argv[2])) : 1);
     const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
-    int exchanges = 0, programs = 0;
+    int exchanges = 0, programs = 0, planners = 0;
     while (std::chrono::steady_clock::now() < end) {
         const Topology topology = random_topology(random);
         const LaunchOptions options = random_options(random);
         std::string error;
-        if (random() % 3 == 0) {
+        if (random() % 6 == 0) {
+            error = run_host_planner(random, topology);
+            ++planners;
+        } else if (random() % 3 == 0) {
             error = run_all_to_alls(random, topology, options);
             ++exchanges;
         } else {
@@ -56,10 +60,11 @@ int main(int argc, char** argv) {
             ++programs;
         }
         if (error.empty()) continue;
-        std::printf("cluster %d: %s\n", exchanges + programs, error.c_str());
+        std::printf("cluster %d: %s\n", exchanges + programs + planners, error.c_str());
         return 1;
     }
-    std::printf("%d clusters of all-to-alls and %d of dispatches and combines, all right\n",
-                exchanges, programs);
+    std::printf(
+        "%d clusters of all-to-alls, %d of dispatches and combines, %d host planners, all right\n",
+        exchanges, programs, planners);
     return 0;
 }

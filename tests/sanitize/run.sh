@@ -8,7 +8,7 @@ SECONDS_EACH=${SANITIZE_SECONDS:-20}
 out=build/sanitize
 rm -rf "$out"
 tests=(tests/sanitize/*.cc)
-planner=(planner/core/*.cc)
+planner=(planner/core/*.cc kernels/entry/host_{counts,planner}.cc)
 kernels=(kernels/entry/host_{cluster,launch,rank,route}.cc)
 flags=(-std=c++17 -g -O1 -pthread -Wall -Wextra -Werror -ffp-contract=off)
 
