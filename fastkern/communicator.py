@@ -346,6 +346,7 @@ class Communicator:
         expert_alignment: int = 1,
         zero_padding: bool = False,
         planner: str = "device",
+        gradients: bool = False,
     ) -> StaticExchange:
         """Dispatches and combines of one shape that the host only enqueues. Collective.
 
@@ -357,8 +358,9 @@ class Communicator:
 
         x, expert_out: tensors like those of the calls, for the shape and dtype of their rows;
         expert_out None: no combine. topk: K. weights_dtype: of topk_weights, None: none travel.
-        num_max_tokens_per_rank: the most tokens of any rank; memory is reserved for them. Others as
-        in `dispatch` and `combine`.
+        num_max_tokens_per_rank: the most tokens of any rank; memory is reserved for them.
+        gradients: calls can be differentiated, backward before the next dispatch. Others as in
+        `dispatch` and `combine`.
 
         Raises ValueError or TypeError, the same on every rank; HeapMemoryError where there is too
         little memory.
@@ -387,6 +389,7 @@ class Communicator:
                 ),
                 planner,
                 self.num_ranks,
+                gradients,
             )
         except Exception as error:  # the other ranks must learn of it
             shape = error

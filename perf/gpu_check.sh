@@ -117,9 +117,10 @@ step detect "$(within 60)" "$python" -m perf.gpu.detect --target "$target" \
     --target-file "$found/target" --out "$found/detect.json"
 # Where a device is there, the rest runs even if a kernel does not compile.
 if [[ -e $found/target ]]; then target=$(<"$found/target"); else failed_early=1; fi
-check all_to_all 35 grid --group all_to_all
-check moe 45 grid --group moe
-check replays 25 grid --group replays
+check all_to_all 30 grid --group all_to_all
+check moe 40 grid --group moe
+check static 30 grid --group static
+check replays 20 grid --group replays
 check deadlines 25 grid --group deadlines
 check measure 50 measure
 check sanitize 50 sanitize

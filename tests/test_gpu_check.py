@@ -62,18 +62,26 @@ def test_a_dry_run_from_end_to_end(tmp_path: Path) -> None:
     assert names == [*MUST_RUN, "measure", "sanitize"]
     assert {step["status"] for step in found["steps"]} == {"ok"}
     groups = {case["group"] for case in found["cases"]}
-    assert groups == {"all_to_all", "moe", "replays", "deadlines", "small"}
+    assert groups == {"all_to_all", "moe", "static", "replays", "deadlines", "small"}
     assert all(case["ok"] for case in found["cases"])
     assert sum(case["group"] == "all_to_all" for case in found["cases"]) == 20
     assert sum(case["group"] == "moe" for case in found["cases"]) >= 15
+    assert sum(case["group"] == "static" for case in found["cases"]) == 10
     measured = {m["name"] for m in found["measures"]}
-    assert measured == STAGES | {"copy", "launch to done", "all-to-all"}
+    assert measured == STAGES | {"copy", "launch to done", "static exchange", "all-to-all"}
     for m in found["measures"]:
         assert 0 < m["p20_us"] <= m["p50_us"] <= m["p80_us"], m
         assert (m["name"] in STAGES) == ("share_of_copy" in m), m
         assert m.get("bytes", 1) > 0, m
     tokens = [m["case"] for m in found["measures"] if m["name"] == "launch to done"]
     assert [int(case.split()[1]) for case in tokens[::2]] == [1, 16, 128]
+    static = [m["case"] for m in found["measures"] if m["name"] == "static exchange"]
+    assert static == [
+        f"{name}, {num} tokens, 1 blocks, {way}"
+        for name in ("dispatch", "dispatch+combine")
+        for num in (1, 16, 128)
+        for way in ("graph", "eager")
+    ]
 
 
 def test_arguments_that_are_wrong_are_refused() -> None:

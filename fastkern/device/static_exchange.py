@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from ..errors import ClosedError, DeadlineError, FastkernError, WaitRecord
-from ..moe.combine_arguments import prepare_combine
+from ..moe.combine_arguments import CombineCall, prepare_combine
 from ..moe.dispatch_arguments import DispatchCall, prepare_dispatch
-from ..moe.static_shape import StaticShape
+from ..moe.static_shape import Reverse, StaticShape
 from ..moe.tensor_checks import with_target
 from ..planner import Topology
 from ..turns import Turns
@@ -21,6 +21,7 @@ from ..wait_records import abort_epoch, abort_origin, wait_record
 from .memory import SymmetricHeap
 from .moe_record import MoeRecord
 from .records import CONTROL
+from .static_gradients import differentiable_combine, differentiable_dispatch
 from .static_launches import StaticLaunches
 from .static_memory import StaticHeap, StaticMemory
 from .static_outcome import OUTCOME_BYTES, outcome_error
@@ -81,6 +82,8 @@ class StaticExchange:
         self._topology = topology
         self._rank = runtime.rank
         self._info = shape.info(runtime.rank, topology, 0)
+        self.serial = 0  # of the last dispatch
+        self._recv_idx: torch.Tensor | None = None
         self._num_tokens: int | None = None  # of the last dispatch
         self._closed = False
         self._recorded = False
@@ -148,6 +151,11 @@ class StaticExchange:
         return memory
 
     @property
+    def device(self) -> torch.device:
+        """Where the tensors of calls are."""
+        return self._runtime.device
+
+    @property
     def num_recv_rows(self) -> int:
         """Rows of this rank's outputs: the worst case."""
         return self._info.num_recv_rows
@@ -175,7 +183,8 @@ class StaticExchange:
         Raises TypeError or ValueError for bad arguments, on this rank; and what went wrong in
         earlier calls, as far as it is known.
         """
-        xs = [x] if isinstance(x, torch.Tensor) else list(x)
+        one = isinstance(x, torch.Tensor)
+        xs: list[Any] = [x] if one else list(x)
         call = prepare_dispatch(
             xs,
             topk_idx,
@@ -188,11 +197,23 @@ class StaticExchange:
             self._runtime.device,
         )
         self.shape.check_dispatch(call)
-        _refuse_gradients([*xs, topk_weights])
-        return self._turns.call(lambda: self._dispatch(call, isinstance(x, torch.Tensor)))
+        if self._differentiated([*xs, topk_weights]):
+            made = differentiable_dispatch(self, call, xs, topk_weights)
+        else:
+            made = self.run_dispatch(call)
+        *rest, tokens = made
+        recv, rest = rest[: len(xs)], rest[len(xs) :]
+        weights = None if topk_weights is None else rest.pop(0)
+        idx = rest.pop() if rest else None
+        return StaticDispatched(recv[0] if one else recv, weights, idx, tokens)
 
-    def _dispatch(self, call: DispatchCall, single: bool) -> StaticDispatched:
+    def run_dispatch(self, call: DispatchCall) -> list[torch.Tensor]:
+        """A dispatch that has been checked: payloads, weights and indices if any, token counts."""
+        return self._turns.call(lambda: self._dispatch(call))
+
+    def _dispatch(self, call: DispatchCall) -> list[torch.Tensor]:
         stream = self._begin()
+        self.serial += 1
         shape, rows = self.shape, self._info.num_recv_rows
         recv = [x.new_empty((rows, *x.shape[1:])) for x in call.xs]
         weights, idx = None, None
@@ -203,6 +224,9 @@ class StaticExchange:
         if shape.options.layout == "rank":
             idx = call.xs[0].new_empty((rows, shape.topk), dtype=torch.int64)
             self._fill(idx, 0xFF, stream)
+        if shape.gradients:  # rows that a backward looks for among all
+            at, num_bytes = self._memory.window_slots(0)
+            self._runtime.driver.fill(at, 0xFF, num_bytes, stream)
         moe, form = MoeRecord(), call.format
         for x, target, size, offset in zip(
             call.xs, recv, form.part_bytes, form.offsets, strict=True
@@ -227,9 +251,11 @@ class StaticExchange:
         counted = self._launches.tokens_per_expert(0)
         self._runtime.driver.copy(tokens.data_ptr(), counted, 8 * tokens.numel(), stream)
         self._num_tokens = call.num_tokens
-        used = [*call.xs, call.topk_idx, call.weights, *recv, weights, idx, tokens]
-        self._end(stream, [t for t in used if t is not None])
-        return StaticDispatched(recv[0] if single else recv, weights, idx, tokens)
+        self._recv_idx = idx
+        made = [t for t in (*recv, weights, idx, tokens) if t is not None]
+        used = [t for t in (*call.xs, call.topk_idx, call.weights) if t is not None]
+        self._end(stream, [*used, *made])
+        return made
 
     def combine(
         self,
@@ -257,33 +283,116 @@ class StaticExchange:
             out,
             self._runtime.device,
         )
-        _refuse_gradients([expert_out, weights, bias])
+        if self._differentiated([expert_out, weights, bias]):
+            if out is not None:
+                raise ValueError("combine: out cannot be given where gradients are wanted")
+            return differentiable_combine(self, call, expert_out, weights, bias)
+        return self.run_combine(call)
 
-        def run() -> torch.Tensor:
-            stream = self._begin()
-            read = [call.expert_out, call.weights, call.bias]
-            result = with_target(call.out, info.num_tokens, call.expert_out, read)
-            moe = MoeRecord()
-            value, wire, bias_kind = call.kinds
-            moe.set_combine(
-                handle=self._memory.rank[0]["handle"],
-                expert_out=call.expert_out.data_ptr(),
-                row_weights=0 if call.weights is None else call.weights.data_ptr(),
-                bias=0 if call.bias is None else call.bias.data_ptr(),
-                result=result.data_ptr(),
-                width=call.width,
-                bias_stride=call.bias_stride,
-                value_kind=value,
-                wire_kind=wire,
-                bias_kind=bias_kind,
+    def run_combine(self, call: CombineCall, reverse: Reverse | None = None) -> torch.Tensor:
+        """A combine that has been checked: of expert outputs, or of a backward's gradients."""
+        return self._turns.call(lambda: self._combine(call, reverse))
+
+    def _combine(self, call: CombineCall, reverse: Reverse | None) -> torch.Tensor:
+        stream = self._begin()
+        assert self._num_tokens is not None
+        read = [call.expert_out, call.weights, call.bias]
+        result = with_target(call.out, self._num_tokens, call.expert_out, read)
+        moe = MoeRecord()
+        value, wire, bias_kind = call.kinds
+        moe.set_combine(
+            handle=self._memory.rank[0]["handle"],
+            expert_out=call.expert_out.data_ptr(),
+            row_weights=0 if call.weights is None else call.weights.data_ptr(),
+            bias=0 if call.bias is None else call.bias.data_ptr(),
+            result=result.data_ptr(),
+            width=call.width,
+            bias_stride=call.bias_stride,
+            value_kind=value,
+            wire_kind=wire,
+            bias_kind=bias_kind,
+        )
+        doubles = call.expert_out.dtype == torch.float64
+        if reverse is None:
+            self._launches.combine(stream, doubles, moe.record)
+        else:
+            self._launches.reverse(reverse, stream, doubles, moe.record)
+        self._end(stream, [t for t in (*read, result) if t is not None])
+        if call.out is not None and call.out is not result:
+            call.out.copy_(result)
+        return result if call.out is None else call.out
+
+    def run_again(self, x: torch.Tensor, reverse: Reverse) -> torch.Tensor:
+        """Rows of the last dispatch's tokens to where they went; zeros where nothing is received.
+
+        x: [T, ...] contiguous. In the rank layout each token's row once.
+        """
+        return self._turns.call(lambda: self._again(x, reverse))
+
+    def _again(self, x: torch.Tensor, reverse: Reverse) -> torch.Tensor:
+        stream, form = self._begin(), self.shape.again
+        target = x.new_empty((self.num_recv_rows, *x.shape[1:]))
+        self._fill(target, 0, stream)
+        moe = MoeRecord()
+        moe.add_part(x.data_ptr(), target.data_ptr(), form.part_bytes[0], 0)
+        moe.set_dispatch(
+            handle=self._memory.rank[0]["handle"],
+            header_offset=form.header_offset,
+            record=False,
+            weights_offset=form.weights_offset,
+        )
+        self._launches.reverse(reverse, stream, False, moe.record)
+        self._end(stream, [x, target])
+        return target
+
+    # -- rows of the last dispatch, for gradients --------------------------------------------------
+
+    def missing_rows(self) -> torch.Tensor:
+        """bool [num_recv_rows]: nothing was received there."""
+        if self._recv_idx is not None:
+            return (self._recv_idx < 0).all(1)
+        return self._slot_choices() < 0
+
+    def by_choice(self, values: torch.Tensor) -> torch.Tensor:
+        """[num_recv_rows, K]: a row's value in the column of the choice that it stands for.
+
+        values: [num_recv_rows]; rank layout: [num_recv_rows, K], kept where there is a choice.
+        """
+        if self._recv_idx is not None:
+            return torch.where(self._recv_idx >= 0, values, 0)
+        columns = torch.arange(self.shape.topk, device=values.device)
+        choice = self._slot_choices().unsqueeze(1)
+        return torch.where(choice == columns, values.unsqueeze(1), 0)
+
+    def _slot_choices(self) -> torch.Tensor:
+        """int64 [num_recv_rows]: which of its token's choices a row is; -1: none. Expert layout."""
+        rows, topk = self.num_recv_rows, self.shape.topk
+        slots = self._window_slots().to(torch.int64)
+        choices = torch.arange(topk, device=slots.device).repeat(len(slots) // topk)
+        made = torch.full((rows + 1,), -1, dtype=torch.int64, device=slots.device)
+        # Those that are not there, -1 as signed numbers, go to the row past the end.
+        return made.scatter_(0, torch.where(slots < 0, rows, slots), choices)[:rows]
+
+    def _window_slots(self) -> torch.Tensor:
+        """int32 [window rows * K], a copy of the handle's."""
+        at, num_bytes = self._memory.window_slots(0)
+        made = torch.empty(num_bytes // 4, dtype=torch.int32, device=self._runtime.device)
+        stream = self._runtime.streams.current()
+        self._runtime.driver.copy(made.data_ptr(), at, num_bytes, stream)
+        self._runtime.streams.settle(made)
+        return made
+
+    def _differentiated(self, tensors: Sequence[torch.Tensor | None]) -> bool:
+        if not torch.is_grad_enabled() or not any(
+            t is not None and t.requires_grad for t in tensors
+        ):
+            return False
+        if not self.shape.gradients:
+            raise RuntimeError(
+                "this static exchange was made without gradients=True: call it under "
+                "torch.no_grad()"
             )
-            self._launches.combine(stream, expert_out.dtype == torch.float64, moe.record)
-            self._end(stream, [t for t in (*read, result) if t is not None])
-            if call.out is not None and call.out is not result:
-                call.out.copy_(result)
-            return result if call.out is None else call.out
-
-        return self._turns.call(run)
+        return True
 
     def _fill(self, tensor: torch.Tensor, value: int, stream: int) -> None:
         """Every byte, in stream order."""
@@ -386,8 +495,3 @@ class StaticExchange:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _refuse_gradients(tensors: Sequence[torch.Tensor | None]) -> None:
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        raise RuntimeError("a static exchange has no gradients: call it under torch.no_grad()")

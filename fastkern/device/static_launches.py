@@ -13,15 +13,18 @@ from typing import Any
 
 from ..moe.dispatch_arguments import DispatchCall
 from ..moe.handle import LAYOUTS
-from ..moe.static_shape import StaticShape
+from ..moe.static_shape import Reverse, StaticShape
 from ..planner import Topology
+from ..planner.table import DTYPES
 from .driver import Driver
-from .records import LAUNCH_ARGS, STATIC_LAUNCH, new_record
+from .records import LAUNCH_ARGS, STATIC_LAUNCH, new_record, offset_of
 from .route_records import launch_route, route_record
 from .static_memory import StaticMemory, StaticRank
 from .static_planning import HostPlanning
 from .virtual_kernels import Kernels
 
+HEADER = DTYPES["Header"]  # of a table
+_COMBINES = {False: "fastkern_combine", True: "fastkern_combine_float64"}
 _BASES = ("slot_base", "window_base", "list_base", "return_base", "partial_base")
 
 
@@ -87,9 +90,9 @@ class StaticLaunches:
         """Put a dispatch into the stream. routes: RouteArgs of each rank.
 
         moe: MoeArgs of the only rank here, part of the launch; None where both have been written to
-        the ranks' `values` and `dispatch_moe`.
+        the ranks' "values" and "dispatch moe".
         """
-        launch = new_record(STATIC_LAUNCH, ranks=self._memory.static_args)
+        launch = new_record(STATIC_LAUNCH, ranks=self._memory.static_args["dispatch"])
         if moe is not None:
             launch["brings_values"] = 1
             launch["values"]["moe"], launch["values"]["route"] = moe, routes[0]
@@ -97,7 +100,7 @@ class StaticLaunches:
             self._static("fastkern_static_direct", launch, stream)
         else:
             self._plan(stream, routes, launch)
-        self._moving("fastkern_dispatch", self._memory.dispatch_args, stream)
+        self._moving("fastkern_dispatch", "dispatch", stream)
 
     def _plan(self, stream: int, routes: Sequence[Any], launch: Any) -> None:
         for route in routes:
@@ -116,16 +119,32 @@ class StaticLaunches:
         driver.copy(at["planned"], planning.out, planning.num_bytes, stream)
 
     def combine(self, stream: int, doubles: bool, moe: Any = None) -> None:
-        """Put a combine into the stream. moe: as in `dispatch`; else `combine_moe` is written."""
+        """Put a combine into the stream. moe: as in `dispatch`; else "combine moe" is written."""
         if moe is not None:
-            args = self._memory.combine_static_args
-            launch = new_record(STATIC_LAUNCH, ranks=args, brings_values=1)
-            launch["values"]["moe"] = moe
-            self._static("fastkern_static_values", launch, stream)
-        name = "fastkern_combine_float64" if doubles else "fastkern_combine"
-        self._moving(name, self._memory.combine_args, stream)
+            self._hand_on("combine", moe, stream)
+        self._moving(_COMBINES[doubles], "combine", stream)
+
+    def reverse(self, reverse: Reverse, stream: int, doubles: bool, moe: Any) -> None:
+        """Put a call of a backward into the stream, of the only rank here, by the last tables."""
+        at, copy = self._memory.rank[0], self._driver.copy
+        table, num_bytes = self._memory.table(0, reverse.op)
+        own, sizes = at[f"{reverse.name} table"], at[f"{reverse.name} sizes"]
+        copy(own, table, num_bytes, stream)
+        copy(own + offset_of(HEADER, "row_bytes"), sizes, 8, stream)
+        if reverse.op == "combine":
+            copy(own + offset_of(HEADER, "scratch_row_bytes"), sizes + 8, 8, stream)
+        self._hand_on(reverse.name, moe, stream)
+        kernel = "fastkern_dispatch" if reverse.op == "dispatch" else _COMBINES[doubles]
+        self._moving(kernel, reverse.name, stream)
 
     # -- launches ----------------------------------------------------------------------------------
+
+    def _hand_on(self, name: str, moe: Any, stream: int) -> None:
+        """MoeArgs to where the kernel of a call finds them."""
+        args = self._memory.static_args[name]
+        launch = new_record(STATIC_LAUNCH, ranks=args, brings_values=1)
+        launch["values"]["moe"] = moe
+        self._static("fastkern_static_values", launch, stream)
 
     def _static(self, kernel: str, launch: Any, stream: int) -> None:
         function = self._kernels.get(kernel, self._num_lanes)
@@ -135,7 +154,8 @@ class StaticLaunches:
     def _route(self, kernel: str, args: Any, num_items: int, stream: int) -> None:
         launch_route(self._driver, self._kernels, kernel, args, num_items, stream)
 
-    def _moving(self, kernel: str, args: int, stream: int) -> None:
+    def _moving(self, kernel: str, name: str, stream: int) -> None:
+        args = self._memory.kernel_args[name]
         function = self._kernels.get(kernel, self._num_lanes)
         n, blocks = len(self._ranks), self._num_blocks
         launch = new_record(LAUNCH_ARGS, ranks=args, num_ranks=n, blocks_per_rank=blocks)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..kernels import _host
 from ..moe.buffers import WorstCase
 from ..moe.counts import first_rows
 from ..moe.handle import HEADER
@@ -52,16 +53,12 @@ class StaticHeap:
         r, n, m = topology.num_ranks, topology.servers, topology.gpus_per_server
         first_slot = flag_slots(n, m, DEFAULT_CHUNK_SLOTS)
         if direct is not None:
-            tables = direct.tables(0)
-            need = tables.dispatch.data_layout().bytes
-            if tables.combine is not None:
-                need = max(need, tables.combine.data_layout().bytes)
+            need = direct.data_bytes()
         else:
             worst = WorstCase(topology, shape.num_max_tokens, shape.topk)
-            need = worst.dispatch_bytes(shape.format.row_bytes)
-            if shape.expert_dtype is not None:
-                sizes = shape.combine_row_bytes, shape.partial_row_bytes
-                need = max(need, worst.combine_bytes(*sizes))
+            need = worst.dispatch_bytes(shape.most_dispatch_bytes)
+            if shape.has_combine:
+                need = max(need, worst.combine_bytes(*shape.most_combine_bytes))
         keys = shape.options.num_experts + n + r
         record_bytes = -(-8 * (keys + 1) // 16) * 16
         at = _round_up(need)
@@ -85,9 +82,9 @@ class StaticMemory:
     common: of launches on the heap's addresses. direct: the plan, where the device plans.
     planned: per rank, offsets in what the host's planner writes, where it plans.
 
-    static_args, dispatch_args, combine_args: addresses of arrays with a record for each rank;
-    combine_static_args: of what hands a combine its MoeArgs. rank: per rank its places. headers: of
-    the handles, HEADER. Raises DriverError; then nothing is left allocated.
+    static_args, kernel_args: addresses of arrays with a record for each rank, by the call's name:
+    "dispatch", "combine", and those that backwards make. rank: per rank its places. headers: of the
+    handles, HEADER. Raises DriverError; then nothing is left allocated.
     """
 
     def __init__(
@@ -112,15 +109,14 @@ class StaticMemory:
         self.num_keys = num_keys(self._placement, topology)
         self.headers = {rank: self._header(rank) for rank in ranks}
         tables = {rank: direct.tables(rank) for rank in ranks} if direct is not None else {}
-        at, offsets = 0, {}
-        for name, size in (
-            ("static_args", STATIC_ARGS.itemsize),
-            ("combine_static_args", STATIC_ARGS.itemsize),
-            ("dispatch_args", KERNEL_ARGS.itemsize),
-            ("combine_args", KERNEL_ARGS.itemsize),
-        ):
-            offsets[name] = at
-            at += _round_up(size * len(ranks))
+        self._ranks, self._tables = list(ranks), tables
+        calls = ["dispatch", *(["combine"] if shape.has_combine else [])]
+        calls += [reverse.name for reverse in shape.reverses]
+        at, records = 0, {}
+        for name in calls:
+            for kind, size in (("static", STATIC_ARGS.itemsize), ("kernel", KERNEL_ARGS.itemsize)):
+                records[name, kind] = at
+                at += _round_up(size * len(ranks))
         places: list[dict[str, int]] = []
         for rank in ranks:
             mine: dict[str, int] = {}
@@ -133,10 +129,8 @@ class StaticMemory:
             self._base = driver.allocate(at, coherent=False)
             made.callback(driver.free, self._base)
             self.rank = [StaticRank(self._base, mine) for mine in places]
-            self.static_args = self._base + offsets["static_args"]
-            self.combine_static_args = self._base + offsets["combine_static_args"]
-            self.dispatch_args = self._base + offsets["dispatch_args"]
-            self.combine_args = self._base + offsets["combine_args"]
+            self.static_args = {n: self._base + records[n, "static"] for n in calls}
+            self.kernel_args = {n: self._base + records[n, "kernel"] for n in calls}
             content = np.zeros(at, dtype=np.uint8)
 
             def put(address: int, what: npt.NDArray[Any]) -> None:
@@ -145,13 +139,13 @@ class StaticMemory:
 
             for k, rank in enumerate(ranks):
                 mine_at = self.rank[k]
-                step = k * STATIC_ARGS.itemsize
-                put(self.static_args + step, self._static_args(k, tables, rank))
-                moe_only = new_record(STATIC_ARGS, moe=mine_at["combine_moe"])
-                put(self.combine_static_args + step, moe_only)
-                for op in ("dispatch", "combine"):
-                    array = self.dispatch_args if op == "dispatch" else self.combine_args
-                    put(array + k * KERNEL_ARGS.itemsize, self._kernel_args(k, rank, op, tables))
+                for name in calls:
+                    fixed = new_record(STATIC_ARGS, moe=mine_at[f"{name} moe"])
+                    if name == "dispatch":
+                        fixed = self._static_args(k, tables, rank)
+                    put(self.static_args[name] + k * STATIC_ARGS.itemsize, fixed)
+                    args = self._kernel_args(k, rank, name)
+                    put(self.kernel_args[name] + k * KERNEL_ARGS.itemsize, args)
                 for name, what in self._contents(rank, tables.get(rank)).items():
                     put(mine_at[name], what)
             upload(driver, self._base, content.tobytes())
@@ -186,8 +180,8 @@ class StaticMemory:
         units = num_units(self._shape.num_max_tokens)
         sizes = {
             "values": STATIC_VALUES.itemsize,
-            "dispatch_moe": MOE_ARGS.itemsize,
-            "combine_moe": MOE_ARGS.itemsize,
+            "dispatch moe": MOE_ARGS.itemsize,
+            "combine moe": MOE_ARGS.itemsize,
             "owner": 4 * experts,
             "local_index": 4 * experts,
             "unit_counts": 8 * units * self.num_keys,
@@ -197,6 +191,10 @@ class StaticMemory:
             "outcome": 24,
             "handle": int(self.headers[rank]["handle_bytes"][0]),
         }
+        for reverse in self._shape.reverses:
+            room = self._table_bytes(rank, reverse.op, tables)
+            sizes |= {f"{reverse.name} moe": MOE_ARGS.itemsize}
+            sizes |= {f"{reverse.name} table": room, f"{reverse.name} sizes": 16}
         if tables is None:
             return sizes | {"counts": 8 * (r * self.num_keys + 1), "planned": planned_bytes}
         return sizes | {
@@ -221,6 +219,9 @@ class StaticMemory:
             "local_index": place.local_index.astype(np.uint32),
             "handle": self.headers[rank].view(np.uint8)[: HEADER.itemsize],
         }
+        for reverse in self._shape.reverses:
+            words = [reverse.row_bytes, reverse.partial_row_bytes]
+            contents[f"{reverse.name} sizes"] = np.array(words, dtype=np.uint64)
         if tables is None:
             return contents
         shape, t = self._shape, self._topology
@@ -252,8 +253,8 @@ class StaticMemory:
         record = new_record(
             STATIC_ARGS,
             values=at["values"],
-            moe=at["dispatch_moe"],
-            call=self.dispatch_args + k * KERNEL_ARGS.itemsize,
+            moe=at["dispatch moe"],
+            call=self.kernel_args["dispatch"] + k * KERNEL_ARGS.itemsize,
             records=heap.records_at,
             record_bytes=heap.record_bytes,
             entries=at["entries"],
@@ -271,20 +272,38 @@ class StaticMemory:
             record[name] = at[name]
         return record
 
-    def _kernel_args(self, k: int, rank: int, op: str, tables: dict[int, StaticTables]) -> Any:
+    def window_slots(self, k: int) -> tuple[int, int]:
+        """Address and bytes of the part of the k-th rank's handle; see kernels/body/handle.h."""
+        layout = _host.handle_layout(self.headers[self._ranks[k]].view(np.uint8))
+        begin, end = int(layout["window_slots"]), int(layout["touched"])
+        return self.rank[k]["handle"] + begin, end - begin
+
+    def table(self, k: int, op: str) -> tuple[int, int]:
+        """Address and bytes of the table of the k-th rank's "dispatch" or "combine"."""
+        at, rank = self.rank[k], self._ranks[k]
+        tables = self._tables.get(rank)
+        size = self._table_bytes(rank, op, tables)
+        if tables is None:
+            return at["planned"] + self._planned[k][f"{op}_table"], size
+        return at["tables"] + (tables.combine_at if op == "combine" else 0), size
+
+    def _table_bytes(self, rank: int, op: str, tables: StaticTables | None) -> int:
+        if tables is None:
+            return self._planned[self._ranks.index(rank)][f"{op}_room"]
+        found = tables.dispatch if op == "dispatch" else tables.combine
+        assert found is not None
+        return len(found.bytes)
+
+    def _kernel_args(self, k: int, rank: int, name: str) -> Any:
         at, common = self.rank[k], self._common
-        table = 0
-        if rank in tables:
-            table = at["tables"] + (tables[rank].combine_at if op == "combine" else 0)
-        elif op == "dispatch" or self._shape.expert_dtype is not None:
-            table = at["planned"] + self._planned[k][f"{op}_table"]
+        known = name in ("dispatch", "combine")
         return new_record(
             KERNEL_ARGS,
-            table=table,
+            table=self.table(k, name)[0] if known else at[f"{name} table"],
             controls=common.controls,
             flags=common.flags,
             data=common.data,
-            moe=at[f"{op}_moe"],
+            moe=at[f"{name} moe"],
             progress_ns=common.progress_ns,
             num_blocks=common.num_blocks,
             rank=rank,

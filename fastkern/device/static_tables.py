@@ -100,6 +100,17 @@ class DirectPlan:
                 found[int(to_rank[rank, peer])] = rank * num_keys + experts + n + peer
         return found
 
+    def data_bytes(self) -> int:
+        """Staging and window that any call needs, equal on all ranks."""
+        shape, plan = self._shape, self.plan
+        table = plan.table(0)
+        table.header["row_bytes"] = shape.most_dispatch_bytes
+        need = table.data_layout().bytes
+        if shape.has_combine:
+            sizes = *shape.most_combine_bytes, self.num_partials, shape.num_max_tokens
+            need = max(need, plan.combine_table(0, *sizes).data_layout().bytes)
+        return need
+
     @property
     def num_partials(self) -> int:
         """The most partial rows that a rank can give out as a proxy."""
@@ -112,7 +123,7 @@ class DirectPlan:
         dispatch = self.plan.table(rank)
         patches = self._patches(dispatch, self._probe.table(rank), 0)
         at = -(-len(dispatch.bytes) // 256) * 256
-        if self._shape.expert_dtype is None:
+        if not self._shape.has_combine:
             return StaticTables(dispatch, None, at, np.array(patches, dtype=np.uint32))
         sizes = self._shape.combine_row_bytes, self._shape.partial_row_bytes, self.num_partials
         combine = self.plan.combine_table(rank, *sizes, self._shape.num_max_tokens)

@@ -167,20 +167,27 @@ class VirtualStatic:
         """
         self._cluster.check()
         self._poison()
-        self.enqueue(self._ranks)
+        self.enqueue()
         self.finish()
 
-    def capture(self) -> None:
-        """Record both into a graph, for `replay`. Nothing runs."""
+    def capture(self, cleared: Sequence[int] | None = None) -> None:
+        """Record both into a graph, for `replay`. Nothing runs. cleared: as of `enqueue`."""
         self._cluster.check()
         driver, stream = self._cluster.driver, self._cluster.stream
         driver.synchronize(stream)
         self._drop_graph()
-        self._graph = record_graph(driver, stream, lambda: self.enqueue(self._ranks))
+        self._graph = record_graph(driver, stream, lambda: self._put(cleared))
         self._captured = self._kept_by_host_plans()
 
     def replay(self) -> None:
         """Run what was captured on the inputs of now, and wait for the end; raises as `run`."""
+        self._check_captured()
+        self._cluster.check()
+        self._poison()
+        self.enqueue_replay()
+        self.finish()
+
+    def _check_captured(self) -> None:
         if self._graph is None:
             raise FastkernError("nothing was captured")
         if self._captured != (now := self._kept_by_host_plans()):
@@ -188,10 +195,6 @@ class VirtualStatic:
                 f"captured for (tokens, bytes of an index) {self._captured} per rank, not {now}: "
                 "where the host plans they stay the same"
             )
-        self._cluster.check()
-        self._poison()
-        self._cluster.driver.replay(self._graph, self._cluster.stream)
-        self.finish()
 
     def _kept_by_host_plans(self) -> list[tuple[int, int]]:
         """What route's kernels are launched with, and a graph keeps."""
@@ -213,13 +216,25 @@ class VirtualStatic:
             driver.fill(self.heap.data_address(rank), value, self.heap.data_bytes, stream)
         self._tensors.poison(value)
 
-    def enqueue(self, cleared: Sequence[int]) -> None:
-        """Put both into the stream, to be followed by `finish`. cleared: the ranks whose outputs
-        are cleared, all but where times are to be those of a rank with a device of its own."""
+    def enqueue(self, cleared: Sequence[int] | None = None) -> None:
+        """Put both into the stream, to be followed by `finish` some time. cleared: the ranks whose
+        outputs are cleared before: all, but where times are to be those of a rank that has a device
+        of its own."""
+        self._put(cleared)
+        self._epoch += self._launches_per_call
+
+    def enqueue_replay(self) -> None:
+        """Put what was captured into the stream, as `enqueue`."""
+        self._check_captured()
+        assert self._graph is not None
+        self._cluster.driver.replay(self._graph, self._cluster.stream)
+        self._epoch += self._launches_per_call
+
+    def _put(self, cleared: Sequence[int] | None) -> None:
         if not self._calls:
             raise FastkernError("no inputs were written")
         stream, num_ranks = self._cluster.stream, self._cluster.launched_ranks
-        self._tensors.clear(cleared)
+        self._tensors.clear(self._ranks if cleared is None else cleared)
         routes = [self._tensors.route_args(rank, self._calls[rank]) for rank in range(num_ranks)]
         launches = self._launches_of(num_ranks)
         launches.dispatch(stream, routes)
@@ -227,13 +242,12 @@ class VirtualStatic:
             launches.combine(stream, self.shape.expert_dtype == torch.float64)
 
     @property
-    def launches_per_call(self) -> int:
-        """Of the kernels that count calls."""
+    def _launches_per_call(self) -> int:
+        """Of the kernels that count them."""
         return 1 if self.shape.expert_dtype is None else 2
 
-    def finish(self, num_calls: int = 1) -> None:
-        """Wait for so many calls; raises as `run`."""
-        self._epoch += num_calls * self.launches_per_call
+    def finish(self) -> None:
+        """Wait for all that was enqueued; raises as `run`."""
         try:
             found = self._ended()
         except DriverError as failure:
@@ -279,6 +293,16 @@ class VirtualStatic:
             self._cluster.driver.destroy_graph(self._graph)
             self._graph = None
 
+    # -- outputs -----------------------------------------------------------------------------------
+
     def read(self) -> StaticResult:
         """What the last run or replay has given, as CPU tensors; checks the guards."""
         return self._tensors.read(self._calls)
+
+    def read_sums(self) -> list[torch.Tensor]:
+        """Per rank the sums [T, ...] alone."""
+        return [self._tensors.sums(rank, call) for rank, call in enumerate(self._calls)]
+
+    def read_tokens_per_expert(self) -> list[torch.Tensor]:
+        """Per rank int64 [own experts] alone."""
+        return [self._tensors.tokens_per_expert(rank) for rank in self._ranks]

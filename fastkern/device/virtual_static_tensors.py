@@ -104,10 +104,10 @@ class StaticTensors:
         values["route"] = self.route_args(rank, call)
         write(memory["values"], np.frombuffer(values.tobytes(), dtype=np.uint8))
         moe = np.frombuffer(values["moe"].tobytes(), dtype=np.uint8)
-        write(memory["dispatch_moe"], moe)
+        write(memory["dispatch moe"], moe)
         if self._shape.expert_dtype is not None:
             combine = self._combine_args(rank, call).tobytes()
-            write(memory["combine_moe"], np.frombuffer(combine, dtype=np.uint8))
+            write(memory["combine moe"], np.frombuffer(combine, dtype=np.uint8))
 
     def route_args(self, rank: int, call: DispatchCall) -> Any:
         """RouteArgs of a rank's tokens."""
@@ -191,16 +191,13 @@ class StaticTensors:
             weights = [self._tensor(r, "recv weights", (rows[r], *per_row), dtype) for r in ranks]
         if shape.options.layout == "rank":
             idx = [self._tensor(r, "recv idx", (rows[r], *tail), torch.int64) for r in ranks]
-        if (dtype := shape.expert_dtype) is not None:
-            sums = [
-                self._tensor(rank, "sums", (call.num_tokens, *shape.expert_shape), dtype)
-                for rank, call in enumerate(calls)
-            ]
+        if shape.expert_dtype is not None:
+            sums = [self.sums(rank, call) for rank, call in enumerate(calls)]
         return StaticResult(
             [self._payloads(rank) for rank in ranks],
             weights,
             idx,
-            [self._tokens_per_expert(rank) for rank in ranks],
+            [self.tokens_per_expert(rank) for rank in ranks],
             sums,
         )
 
@@ -217,7 +214,14 @@ class StaticTensors:
             for p, (row, dtype) in enumerate(forms)
         ]
 
-    def _tokens_per_expert(self, rank: int) -> torch.Tensor:
+    def sums(self, rank: int, call: DispatchCall) -> torch.Tensor:
+        """[T, ...], of a rank's combine."""
+        dtype = self._shape.expert_dtype
+        assert dtype is not None
+        return self._tensor(rank, "sums", (call.num_tokens, *self._shape.expert_shape), dtype)
+
+    def tokens_per_expert(self, rank: int) -> torch.Tensor:
+        """int64 [own experts], of a rank's dispatch."""
         own = int(self._shape.placement(self._cluster.num_ranks).num_owned[rank])
         address = self._launches.tokens_per_expert(rank)
         return self._allocations.tensor(address, (own,), torch.int64)

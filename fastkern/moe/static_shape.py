@@ -20,12 +20,27 @@ PLANNERS = ("device", "host")
 
 
 @dataclass(frozen=True)
+class Reverse:
+    """A call that a backward makes: the same routes with rows of another size.
+
+    op: "dispatch" or "combine". row_bytes: of a row between servers. partial_row_bytes: of a rank's
+    sum inside a server, in a combine.
+    """
+
+    name: str
+    op: str
+    row_bytes: int
+    partial_row_bytes: int = 0
+
+
+@dataclass(frozen=True)
 class StaticShape:
     """Equal on all ranks.
 
     options: with num_max_tokens_per_rank, C. topk: K. row_shapes, dtypes: of each payload's rows.
     weights_dtype: of topk_weights, None without. expert_shape, expert_dtype, wire_dtype: of the
     rows that are combined; dtypes None without a combine. planner: "device" or "host".
+    gradients: calls can be differentiated.
     """
 
     options: DispatchOptions
@@ -37,6 +52,7 @@ class StaticShape:
     expert_dtype: torch.dtype | None
     wire_dtype: torch.dtype | None
     planner: str
+    gradients: bool = False
 
     @property
     def num_max_tokens(self) -> int:
@@ -56,19 +72,72 @@ class StaticShape:
         return RowFormat.of(sizes, weight_bytes, self.topk)
 
     @property
+    def has_combine(self) -> bool:
+        """Whether anything is combined, in a backward at least."""
+        return self.expert_dtype is not None or bool(self._summed)
+
+    @property
     def combine_row_bytes(self) -> int:
         """Bytes of a combined row between servers; 0 without a combine."""
         if self.wire_dtype is None:
-            return 0
+            return self._summed[0].row_bytes if self._summed else 0
         return aligned_row(num_values(self.expert_shape) * self.wire_dtype.itemsize)
 
     @property
     def partial_row_bytes(self) -> int:
         """Bytes of a rank's sum inside a server; 0 without a combine."""
         if self.expert_dtype is None:
-            return 0
-        sum_bytes = 8 if self.expert_dtype == torch.float64 else 4
-        return aligned_row(num_values(self.expert_shape) * sum_bytes)
+            return self._summed[0].partial_row_bytes if self._summed else 0
+        return aligned_row(num_values(self.expert_shape) * sum_dtype(self.expert_dtype).itemsize)
+
+    @property
+    def _summed(self) -> list[Reverse]:
+        """Backward of a dispatch: a payload's gradients, or those of the weights."""
+        if not self.gradients:
+            return []
+        rows = [
+            (f"gradient {p}", num_values(row), dtype)
+            for p, (row, dtype) in enumerate(zip(self.row_shapes, self.dtypes, strict=True))
+            if dtype in VALUE_KINDS
+        ]
+        if self.weights_dtype is not None:
+            rows.append(("gradient weights", self.topk, self.weights_dtype))
+        return [
+            Reverse(
+                name,
+                "combine",
+                aligned_row(width * dtype.itemsize),
+                aligned_row(width * sum_dtype(dtype).itemsize),
+            )
+            for name, width, dtype in rows
+        ]
+
+    @property
+    def reverses(self) -> list[Reverse]:
+        """All that backwards make."""
+        if not self.gradients or self.expert_dtype is None:
+            return self._summed
+        return [*self._summed, Reverse("gradient combined", "dispatch", self.again.row_bytes)]
+
+    @property
+    def again(self) -> RowFormat:
+        """Of the gradients of combined rows, which go where the tokens went."""
+        assert self.expert_dtype is not None
+        size = num_values(self.expert_shape) * self.expert_dtype.itemsize
+        return RowFormat.of([size], 0, self.topk)
+
+    @property
+    def most_combine_bytes(self) -> tuple[int, int]:
+        """The largest row between servers, and the largest sum, of any combine."""
+        sizes = [(self.combine_row_bytes, self.partial_row_bytes)]
+        sizes += [(r.row_bytes, r.partial_row_bytes) for r in self._summed]
+        return max(row for row, _ in sizes), max(partial for _, partial in sizes)
+
+    @property
+    def most_dispatch_bytes(self) -> int:
+        """The largest row of any dispatch."""
+        sizes = [r.row_bytes for r in self.reverses if r.op == "dispatch"]
+        return max(self.format.row_bytes, *sizes, 0)
 
     def placement(self, num_ranks: int) -> Placement:
         """Which rank owns which expert."""
@@ -116,7 +185,7 @@ class StaticShape:
             f"{[list(s) for s in self.row_shapes]} of {names}, top {self.topk}, weights {weights}, "
             f"{o.num_experts} experts, {o.layout} layout, alignment {o.expert_alignment}, at most "
             f"{self.num_max_tokens} tokens per rank, combined rows {list(self.expert_shape)} of "
-            f"{expert}, {wire} between servers"
+            f"{expert}, {wire} between servers, gradients: {self.gradients}"
         )
         if o.expert_to_rank is not None:
             text += f", expert_to_rank {list(o.expert_to_rank)}"
@@ -160,6 +229,11 @@ class StaticShape:
             )
 
 
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which values of a dtype are summed."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def make_static_shape(
     xs: Sequence[Any],
     topk: int,
@@ -169,6 +243,7 @@ def make_static_shape(
     options: DispatchOptions,
     planner: str,
     num_ranks: int,
+    gradients: bool = False,
 ) -> StaticShape:
     """Check the arguments of a static exchange; raises TypeError or ValueError naming one.
 
@@ -204,7 +279,7 @@ def make_static_shape(
                 "expert_out must be float64, float32, bfloat16 or float16, "
                 f"not {dtype_name(expert_dtype)}"
             )
-        sums = torch.float64 if expert_dtype == torch.float64 else torch.float32
+        sums = sum_dtype(expert_dtype)
         wire = wire_dtype or expert_dtype
         if wire not in (expert_dtype, sums):
             raise TypeError(f"wire_dtype must be {expert_dtype} or {sums}, not {wire}")
@@ -220,8 +295,9 @@ def make_static_shape(
         expert_dtype,
         wire,
         planner,
+        bool(gradients),
     )
-    for size in (shape.format.row_bytes, shape.combine_row_bytes, shape.partial_row_bytes):
+    for size in (shape.most_dispatch_bytes, *shape.most_combine_bytes):
         check_row_size(size)
     most = max(*shape.most_rows(num_ranks), num_ranks * shape.num_max_tokens)
     if most >= (1 << 32) - 1:

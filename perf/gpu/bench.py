@@ -46,9 +46,9 @@ class Bench:
         with self.cluster((1, 8), 1) as cluster:
             return cluster.most_blocks
 
-    def timer(self, cluster: VirtualCluster) -> Timer:
+    def timer(self, cluster: VirtualCluster, flushes: int = 2) -> Timer:
         """A timer for the cluster's stream, to be closed."""
-        return Timer(cluster, self.scale.flush_bytes, self.scale.repeats)
+        return Timer(cluster, self.scale.flush_bytes, self.scale.repeats, flushes)
 
     def inputs(self, splits: npt.NDArray[np.int64], row_bytes: int) -> list[torch.Tensor]:
         """Random rows for every rank."""

@@ -6,13 +6,14 @@ import itertools
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from fastkern.device.driver import DriverError
+from fastkern.device.driver import Driver, DriverError
 from fastkern.device.virtual_cluster import VirtualCluster
+from fastkern.errors import WaitRecord
 from fastkern.planner import Topology
 from tests.device.virtual_cases import POLICIES, check_moe, check_random_traffic, options
 from tests.device.virtual_sequences import (
@@ -20,6 +21,17 @@ from tests.device.virtual_sequences import (
     check_missing_rank,
     check_replays,
     check_withheld_flag,
+)
+from tests.device.virtual_static_cases import (
+    CASES,
+    PLANNERS,
+    StaticCase,
+    check_static_replays,
+    check_steps,
+)
+from tests.device.virtual_static_failures import (
+    check_missing_static_rank,
+    check_withheld_static_flag,
 )
 from tests.moe_case_list import NAMED, random_cases
 from tests.moe_cases import Case as MoeCase
@@ -30,6 +42,7 @@ from tests.reference import KINDS
 from .session import Session
 
 _TIMEOUT_S = 10.0  # of launches that should end
+Withheld = Callable[[Driver, int, float], WaitRecord]
 
 
 @dataclass(frozen=True)
@@ -132,6 +145,41 @@ def moe_cases(session: Session) -> Iterator[Case]:
         yield Case(f"{case.name}, {_text(shape)} {policy}, {blocks} blocks, {lanes} lanes", run)
 
 
+def static_cases(session: Session) -> Iterator[Case]:
+    """Static exchanges of every shape and planner: run, and captured and replayed with other
+    topk_idx, counts and ranks without tokens, eager calls of the cluster between. One of real
+    width first."""
+    scale, rng = session.scale, np.random.default_rng(session.seed)
+    large = StaticCase(
+        topk=8,
+        num_experts=64,
+        most=scale.stage_tokens // 16 or 1,
+        dtypes=(torch.bfloat16,),
+        width=scale.hidden,
+    )
+    first = session.seed % len(CASES)
+    turns = itertools.cycle(CASES[first:] + CASES[:first])
+    drawn = [(shape, next(turns)) for shape in scale.shapes]
+    grids = _grids(session)
+    for (shape, given), planner in itertools.product([(scale.shapes[-1], large), *drawn], PLANNERS):
+        case, (blocks, lanes) = replace(given, planner=planner), next(grids)
+
+        def run(
+            shape: tuple[int, int] = shape,
+            case: StaticCase = case,
+            blocks: int = blocks,
+            lanes: int = lanes,
+        ) -> None:
+            given = options(chunk_bytes=4096, progress_timeout_s=_TIMEOUT_S)
+            grid = _fitting(session, shape, blocks), lanes
+            with VirtualCluster(session.driver, Topology(*shape), *grid, options=given) as cluster:
+                check_steps(cluster, case, 3, rng)
+                check_static_replays(cluster, case, 5, rng)
+
+        what = f"{case.layout} layout, top {case.topk}, {_text(shape)}"
+        yield Case(f"{what} planned on the {planner}, {blocks} blocks, {lanes} lanes", run)
+
+
 def replay_cases(session: Session) -> Iterator[Case]:
     """Captured calls replayed with other rows and tables, eager calls between."""
     scale, rng = session.scale, np.random.default_rng(session.seed)
@@ -156,18 +204,28 @@ def deadline_cases(session: Session) -> Iterator[Case]:
             print(check_missing_rank(session.driver, Topology(*shape), op, 2, timeout_s))
 
         yield Case(f"{op}, {_text(shape)}", run)
-    for blocks in (1, 2):
-        yield Case(
-            f"a flag is withheld, {blocks} blocks",
-            lambda blocks=blocks: print(  # type: ignore[misc]
-                check_withheld_flag(session.driver, blocks, session.scale.deadline_s)
-            ),
-        )
+    for planner, shape in itertools.product(PLANNERS, ((2, 2), (1, 3))):
+
+        def run_static(planner: str = planner, shape: tuple[int, int] = shape) -> None:
+            timeout_s = session.scale.deadline_s
+            topology = Topology(*shape)
+            print(check_missing_static_rank(session.driver, topology, planner, 2, timeout_s))
+
+        yield Case(f"static exchange planned on the {planner}, {_text(shape)}", run_static)
+    for blocks, (what, check) in itertools.product(
+        (1, 2), (("", check_withheld_flag), (" from a static one", check_withheld_static_flag))
+    ):
+
+        def withhold(blocks: int = blocks, check: Withheld = check) -> None:
+            print(check(session.driver, blocks, session.scale.deadline_s))
+
+        yield Case(f"a flag is withheld{what}, {blocks} blocks", withhold)
 
 
 GROUPS: dict[str, Callable[[Session], Iterator[Case]]] = {
     "all_to_all": all_to_all_cases,
     "moe": moe_cases,
+    "static": static_cases,
     "replays": replay_cases,
     "deadlines": deadline_cases,
 }

@@ -1,4 +1,4 @@
-"""One group of correctness cases: all_to_all, moe, replays or deadlines."""
+"""One group of correctness cases: all_to_all, moe, static, replays or deadlines."""
 
 from __future__ import annotations
 

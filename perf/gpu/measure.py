@@ -21,6 +21,7 @@ from fastkern.planner import Policy
 from .bench import Bench, all_to_all_outputs, dispatch_outputs, poison_all
 from .session import begin
 from .stages import measured_alone, queue_rows
+from .static_measures import static_latencies
 from .timing import Timer
 
 # Stages of an all-to-all in the order in which rows pass them, and what they are called.
@@ -184,7 +185,7 @@ def _enqueuing(cluster: VirtualCluster, launch: PreparedLaunch) -> Callable[[], 
     return lambda: cluster.enqueue(launch)
 
 
-PARTS = (copy, latencies, all_to_all, all_to_all_stages, moe_stages)
+PARTS = (copy, latencies, static_latencies, all_to_all, all_to_all_stages, moe_stages)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 from .record import read_record
 
 SCHEMA = 1
-MUST_RUN = ("build", "detect", "all_to_all", "moe", "replays", "deadlines")
+MUST_RUN = ("build", "detect", "all_to_all", "moe", "static", "replays", "deadlines")
 _TIMED_OUT = (124, 137)
 DRY = "dry: CPU, no claim about a GPU"
 

@@ -22,6 +22,7 @@ import numpy as np
 from fastkern.device.virtual_cluster import VirtualCluster
 from fastkern.planner import Topology
 from tests.device.virtual_cases import check_moe, check_random_traffic, options
+from tests.device.virtual_static_cases import StaticCase, check_steps
 from tests.moe_cases import Case as MoeCase
 from tests.moe_cases import Data
 
@@ -40,7 +41,7 @@ def find_tool() -> str | None:
 
 
 def small_cases(session: Session) -> Iterator[Case]:
-    """An all-to-all, and a dispatch and combine of each layout, on 2x2 ranks."""
+    """An all-to-all, a dispatch and combine of each layout, and a static one, on 2x2 ranks."""
     lanes = min(64, session.scale.lanes[0])
     given = options(policy="whole", progress_timeout_s=_TIMEOUT_S)
 
@@ -58,6 +59,13 @@ def small_cases(session: Session) -> Iterator[Case]:
                 check_moe(cluster, Data(case, 2, 4))
 
         yield Case(f"dispatch and combine, {layout} layout", moe)
+
+    def static() -> None:
+        rng = np.random.default_rng(session.seed)
+        with VirtualCluster(session.driver, Topology(2, 2), 2, lanes, options=given) as cluster:
+            check_steps(cluster, StaticCase(most=4), 1, rng)
+
+    yield Case("static exchange", static)
 
 
 def verdict(output: str, code: int) -> tuple[bool | None, str]:

@@ -33,16 +33,20 @@ def times_of(values_us: list[float]) -> Times:
 
 
 class Timer:
-    """Measures work in a cluster's stream. flush_bytes: written before each run, more than L2.
+    """Measures work in a cluster's stream. flush_bytes: written before each run, more than L2, as
+    many times as flushes says.
 
     The flush also lets the host run ahead: it takes longer than enqueuing what is measured, so that
     the device never waits for the host between the two events.
     """
 
-    def __init__(self, cluster: VirtualCluster, flush_bytes: int, repeats: int) -> None:
+    def __init__(
+        self, cluster: VirtualCluster, flush_bytes: int, repeats: int, flushes: int = 2
+    ) -> None:
         self._cluster = cluster
         self._repeats = repeats
         self._flush_bytes = flush_bytes
+        self._flushes = flushes
         self._memory = cluster.allocations()
         self._flushed = self._memory.empty(flush_bytes, "flush")
         self._turn = 0
@@ -55,7 +59,7 @@ class Timer:
         """Put into the stream: other bytes over all of L2."""
         driver, stream = self._cluster.driver, self._cluster.stream
         self._turn += 1
-        for _ in range(2):
+        for _ in range(self._flushes):
             driver.fill(self._flushed, self._turn % 251, self._flush_bytes, stream)
 
     def on_device(self, enqueue: Callable[[], Any]) -> Times:

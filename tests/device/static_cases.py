@@ -29,6 +29,7 @@ class StaticCase:
     planner: str = "device"
     expert_to_rank: tuple[int, ...] | None = None
     narrow: bool = True  # expert outputs; else as wide as the tokens
+    gradients: bool = False
 
     def options(self) -> dict[str, Any]:
         """Of the eager dispatch."""
@@ -110,6 +111,7 @@ def static_of(comm: Communicator, case: StaticCase) -> Any:
         expert_out=expert_out,
         wire_dtype=case.wire,
         planner=case.planner,
+        gradients=case.gradients,
         **options,
     )
 

@@ -7,14 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from fastkern import Communicator
 from tests.conftest import SharedPools
 from tests.device.communicators import (
     Topology,
     device_communicator,
+    message,
     num_ranks,
 )
 from tests.device.static_cases import (
+    Inputs,
     StaticCase,
     compare,
     experts,
@@ -63,3 +67,85 @@ def test_it_does_what_the_communicator_does(
     given = {"num_blocks": 2, "chunk_bytes": 300 if topology == (2, 2) else 1 << 17}
     pool = shared_pools.pool(num_ranks(topology))
     pool.run(run_steps, topology[0], given, cases, timeout_s=200)
+
+
+# -- gradients -------------------------------------------------------------------------------------
+
+
+def step_of(comm: Communicator, case: StaticCase, exchange: Any, given: Inputs) -> list[Tensor]:
+    """A layer's step, forward and backward: by the exchange, or by the communicator without one."""
+    x, weights = given.xs[0].clone().requires_grad_(), given.weights
+    weights = None if weights is None else weights.clone().requires_grad_()
+    bias = torch.linspace(-1, 1, 5, dtype=case.dtype).requires_grad_()
+    if exchange is None:
+        recv, recv_weights, _, handle = comm.dispatch(
+            [x, given.xs[1]], given.idx, weights, **case.options()
+        )
+    else:
+        got = exchange.dispatch([x, given.xs[1]], given.idx, weights)
+        recv, recv_weights = got.recv_x, got.recv_topk_weights
+    row_weights = recv_weights
+    if recv_weights is not None and case.layout == "rank":
+        row_weights = recv_weights.sum(1)
+    y = experts(case, recv[0])
+    if exchange is None:
+        y = comm.combine(y, handle, weights=row_weights, bias=bias, wire_dtype=case.wire)
+    else:
+        y = exchange.combine(y, row_weights, bias)
+    y.square().sum().backward()
+    grads = [t.grad for t in (x, weights, bias) if t is not None]
+    assert all(g is not None for g in grads)
+    return [y.detach(), *(g for g in grads if g is not None)]
+
+
+def gradients(rank: int, ranks: int, servers: int, cases: list[StaticCase]) -> None:
+    del rank, ranks
+    with device_communicator(servers, num_blocks=2) as comm:
+        for case in cases:
+            with static_of(comm, case) as exchange:
+                for k, given in enumerate(steps(comm, case, 11, 4)):
+                    right = step_of(comm, case, None, given)
+                    for name, a, b in zip(
+                        ("y", "x", "weights or bias", "bias"),
+                        step_of(comm, case, exchange, given),
+                        right,
+                        strict=False,
+                    ):
+                        assert torch.equal(a, b), f"{case} step {k} {name}:\n{a}\n{b}"
+        gc.collect()
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+@pytest.mark.parametrize("topology", [(1, 3), (2, 2)], ids=lambda t: f"{t[0]}x{t[1]}")
+def test_gradients_are_the_communicators(
+    shared_pools: SharedPools, topology: Topology, planner: str
+) -> None:
+    """Bit by bit: a token's sums do not depend on plans."""
+    changes: tuple[dict[str, Any], ...] = (
+        {},
+        {"layout": "rank"},
+        {"alignment": 4, "dtype": torch.float64, "weights": torch.float64},
+        {"weights": None, "topk": 2},
+        {"dtype": torch.bfloat16, "wire": torch.float32},
+    )
+    cases = [StaticCase(planner=planner, gradients=True, **change) for change in changes]
+    shared_pools.pool(num_ranks(topology)).run(gradients, topology[0], cases, timeout_s=120)
+
+
+def late_backward(rank: int, ranks: int) -> str:
+    del ranks
+    with device_communicator(1) as comm:
+        case = StaticCase(gradients=True)
+        with static_of(comm, case) as exchange:
+            given = next(steps(comm, case, rank, 1))
+            x = given.xs[0].requires_grad_()
+            got = exchange.dispatch([x, given.xs[1]], given.idx, given.weights)
+            y = exchange.combine(experts(case, got.recv_x[0]), got.recv_topk_weights)
+            with torch.no_grad():
+                exchange.dispatch(given.xs, given.idx, given.weights)
+            return message(lambda: y.sum().backward())
+
+
+def test_a_backward_after_the_next_dispatch_is_refused(shared_pools: SharedPools) -> None:
+    for text in shared_pools.pool(2).run(late_backward):
+        assert "two in flight need two exchanges" in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from fastkern.kernels import _host
 from fastkern.planner import Topology
 from tests.device.virtual_cases import FILL, check_random_traffic, options
 from tests.device.virtual_static_cases import (
-    F8,
+    CASES,
     PLANNERS,
     StaticCase,
     check_result,
@@ -29,20 +30,6 @@ from tests.device.virtual_static_cases import (
 
 TEAM = _host.lanes_of_team()
 TOPOLOGIES = ((1, 1), (1, 4), (3, 1), (2, 2), (2, 3), (3, 2), (4, 2))  # servers x ranks
-BF16 = torch.bfloat16
-CASES: tuple[dict[str, Any], ...] = (
-    {"alignment": 16},
-    {"layout": "rank", "dtypes": (torch.float64, F8, torch.uint8), "weights": torch.float64},
-    {"dtypes": (BF16, F8), "wire": torch.float32, "width": 33, "zero_padding": True},
-    {"dtypes": (F8, torch.float32), "combine": False, "weights": None, "experts": "few"},
-    {"dtypes": (torch.float64,), "weights": torch.float64, "topk": 8, "num_experts": 13, "most": 5},
-    {"num_experts": 2, "topk": 1, "width": 1, "weights": torch.float64},
-    {"alignment": 16, "num_experts": 16, "topk": 2, "most": 30, "experts": "random"},
-    {"layout": "rank", "dtypes": (BF16,), "num_experts": 40, "topk": 32, "most": 2},
-    {"weights": None, "experts": "random", "most": 17},
-    {"layout": "rank", "alignment": 16, "experts": "few", "weights": None, "zero_padding": True},
-    {"most": 1, "topk": 5, "dtypes": (torch.float16, torch.complex64, torch.int8)},
-)
 GRIDS = ((1, 1), (2, 3), (4, 2), (3, 1), (1, 16))  # blocks of a rank, lanes of a block
 MOST_THREADS = 64  # of a launch, where lanes are threads
 every_planner = pytest.mark.parametrize("planner", PLANNERS)
@@ -73,7 +60,7 @@ def test_the_bits_of_eager_calls(driver: HostDriver, shape: tuple[int, int], pla
     rng = np.random.default_rng(shape[0] * 10 + shape[1])
     turn = TOPOLOGIES.index(shape) + 5 * PLANNERS.index(planner)
     for k in range(5):
-        case = StaticCase(planner=planner, **CASES[(turn * 5 + k) % len(CASES)])
+        case = replace(CASES[(turn * 5 + k) % len(CASES)], planner=planner)
         blocks, lanes = GRIDS[(turn + k) % len(GRIDS)]
         lanes = min(lanes, max(1, MOST_THREADS // (shape[0] * shape[1] * blocks)))
         chunk_bytes = (100, 300, 1 << 17)[(turn + k) % 3]
@@ -82,11 +69,11 @@ def test_the_bits_of_eager_calls(driver: HostDriver, shape: tuple[int, int], pla
 
 
 @every_planner
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_case_between_servers(driver: HostDriver, case: dict[str, Any], planner: str) -> None:
+@pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
+def test_every_case_between_servers(driver: HostDriver, case: StaticCase, planner: str) -> None:
     shape, blocks = ((2, 2), (3, 2))[CASES.index(case) % 2], 1 + CASES.index(case) % 4
     with virtual(driver, shape, blocks, 2, chunk_bytes=200) as cluster:
-        check_steps(cluster, StaticCase(planner=planner, **case), 5, np.random.default_rng(3))
+        check_steps(cluster, replace(case, planner=planner), 5, np.random.default_rng(3))
 
 
 @every_planner
@@ -96,7 +83,7 @@ def test_replays_of_a_captured_call(
 ) -> None:
     rng = np.random.default_rng(shape[0] * 10 + shape[1])
     turn = TOPOLOGIES.index(shape)
-    case = StaticCase(planner=planner, **CASES[(3 * turn) % len(CASES)])
+    case = replace(CASES[(3 * turn) % len(CASES)], planner=planner)
     with virtual(driver, shape, 1 + turn % 4, 1 + turn % 3, chunk_bytes=300) as cluster:
         check_static_replays(cluster, case, 6, rng)
 
@@ -109,7 +96,7 @@ def test_blocks_of_teams(shape: tuple[int, int], blocks: int, teams: int, planne
     """Lanes that step together, wide accesses: as on devices."""
     driver = HostDriver(most_lanes=4 * TEAM, teams=True)
     for k in range(shape[0], len(CASES), 3):
-        case = StaticCase(planner=planner, **CASES[k])
+        case = replace(CASES[k], planner=planner)
         with virtual(driver, shape, blocks, teams * TEAM, chunk_bytes=500) as cluster:
             check_steps(cluster, case, 3, np.random.default_rng(k))
     assert driver.leftovers() == []

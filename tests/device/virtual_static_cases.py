@@ -21,7 +21,7 @@ from fastkern.moe.static_shape import StaticShape, make_static_shape
 from tests.device.virtual_cases import random_rows
 from tests.moe_checks import same_bytes
 
-F8 = torch.float8_e4m3fn
+BF16, F8 = torch.bfloat16, torch.float8_e4m3fn
 PLANNERS = ("device", "host")
 # Of topk_idx: any experts, few of them -1; at most some choices; all tokens to one; as many
 # choices of one expert as fit the worst case of rows; none at all.
@@ -79,6 +79,21 @@ class StaticCase:
             self.planner,
             num_ranks,
         )
+
+
+CASES = (
+    StaticCase(alignment=16),
+    StaticCase(layout="rank", dtypes=(torch.float64, F8, torch.uint8), weights=torch.float64),
+    StaticCase(dtypes=(BF16, F8), wire=torch.float32, width=33, zero_padding=True),
+    StaticCase(dtypes=(F8, torch.float32), combine=False, weights=None, experts="few"),
+    StaticCase(dtypes=(torch.float64,), weights=torch.float64, topk=8, num_experts=13, most=5),
+    StaticCase(num_experts=2, topk=1, width=1, weights=torch.float64),
+    StaticCase(alignment=16, num_experts=16, topk=2, most=30, experts="random"),
+    StaticCase(layout="rank", dtypes=(BF16,), num_experts=40, topk=32, most=2),
+    StaticCase(weights=None, experts="random", most=17),
+    StaticCase(layout="rank", alignment=16, experts="few", weights=None, zero_padding=True),
+    StaticCase(most=1, topk=5, dtypes=(torch.float16, torch.complex64, torch.int8)),
+)
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,6 @@ For every device, as virtual_cases.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -41,7 +39,7 @@ def check_refused(
     cluster: VirtualCluster,
     case: StaticCase,
     bad: Step,
-    error: type[Exception],
+    error: type[Exception] | tuple[type[Exception], ...],
     text: str,
     replayed: bool,
 ) -> None:
@@ -127,9 +125,9 @@ def _withhold(cluster: VirtualCluster, exchange: VirtualStatic, rank: int, peer:
     chunk_bytes = cluster.options.chunk_bytes
     table = DirectPlan(exchange.shape, cluster.topology, chunk_bytes).tables(rank).dispatch
     queue = table.queues[QUEUES.index("push")]
-    first = int(table.stages[int(queue["first_stage"])]["first_stream"])
-    streams: Any = table.streams
-    (k,) = (j for j in range(first, len(streams)) if int(streams[j]["peer"]) == peer)
+    stage, streams = table.stages[int(queue["first_stage"])], table.streams
+    first, end = int(stage["first_stream"]), int(stage["first_stream"] + stage["num_streams"])
+    (k,) = (j for j in range(first, end) if int(streams[j]["peer"]) == peer)
     begin = streams.__array_interface__["data"][0] - table.bytes.__array_interface__["data"][0]
     at = begin + k * streams.dtype.itemsize + streams.dtype.fields["slot"][1]
     word = np.array([NO_SLOT], dtype=streams.dtype["slot"]).view(np.uint8)

@@ -14,6 +14,10 @@ WRITERS = (*READERS, "tell_arrivals", "record_choices")
 # They raise flags that vouch for rows.
 SIGNALLERS = ("put", "signal_after_writes", "signal_destinations", "signal_all")
 
+EARLY_FLAG = "a flag may be raised while lanes still write rows"
+EARLY_READ = "lanes may read rows for which no flag has been acquired"
+UNDRAINED = "a wave may come to a barrier before its rows are visible"
+
 
 def order_faults(kernel: Kernel, device: Device) -> list[str]:
     """Rows are written, then a barrier, then a flag; a flag is acquired, then barriers, then rows
@@ -36,14 +40,89 @@ def order_faults(kernel: Kernel, device: Device) -> list[str]:
     if polls - kernel.in_loops(polls):
         faults.append("a poll outside of any loop")
     if kernel.can_miss([barriers], flags, stores):
-        faults.append("a flag may be raised while lanes still write rows")
+        faults.append(EARLY_FLAG)
     # A look's acquires are handed to lane 0 and then to all; its own, before it gives up, to all.
     handed_on = kernel.can_miss([barriers, barriers], loads, looks)
     if handed_on or kernel.can_miss([barriers], loads, acquires):
-        faults.append("lanes may read rows for which no flag has been acquired")
+        faults.append(EARLY_READ)
     drained = [kernel.find(pattern) for pattern in device.drain]
     if drained and kernel.can_miss(drained, signalling, stores):
-        faults.append("a wave may come to a barrier before its rows are visible")
+        faults.append(UNDRAINED)
+    return faults
+
+
+COPIES = ("copy", "team_copy")
+
+
+def entering_faults(
+    kernel: Kernel,
+    device: Device,
+    readers: tuple[str, ...],
+    handed_on: tuple[tuple[str, str], ...],
+) -> list[str]:
+    """A block that enters a call; its rows are what each rank tells the others.
+
+    The own row is written, then a barrier, then copied; copies are written, then a barrier, then a
+    release and the flag; a flag is acquired, then a barrier, then a row is copied on, or read.
+    readers: the functions that read rows, each by itself and not in what it calls. handed_on: what
+    lanes write in one function, others read in another.
+    """
+
+    def by(pattern: str, *functions: str) -> set[int]:
+        """Not in what they call."""
+        found = kernel.find(pattern)
+        return {k for k in found if (*kernel.instructions[k].functions, "?")[0] in functions}
+
+    def in_copies(pattern: str) -> set[int]:
+        return {k for function in COPIES for k in kernel.find(pattern, function)}
+
+    def steps(*patterns: str) -> list[set[int]]:
+        return [kernel.find(pattern) for pattern in patterns]
+
+    load, store = device.any_load, WORK["store8"]
+    barriers, shared = kernel.find(device.barrier), kernel.find(device.write_shared)
+    acquires = kernel.find(device.system_load, "load_acquire")
+    polls, flags = kernel.find(device.system_load, "seen_at"), kernel.find(store, "store_release")
+    flags &= kernel.find(device.system_store, "signal")
+    own, copied = by(store, "enter") - shared, in_copies(store)
+    given_up = {
+        k for k in acquires if kernel.instructions[k].functions[1:3] == ("aborted", "enter_call")
+    }
+    found = {
+        "poll": polls,
+        "acquire": acquires & polls,
+        "flag": flags,
+        "own row": own,
+        "copy": copied,
+        "look for an abort": given_up,
+        **{f"load in {name}": by(load, name) for name in readers},
+    }
+    for writer, reader in handed_on:
+        found |= {f"store in {writer}": kernel.find(store, writer)}
+        found |= {f"load in {reader}": by(load, reader) or kernel.find(load, reader)}
+    faults = [f"no {name}" for name, places in found.items() if not places]
+
+    def always(ways: list[set[int]], goal: set[int], starts: set[int], fault: str) -> None:
+        if kernel.can_miss(ways, goal, starts):
+            faults.append(fault)
+
+    if polls - kernel.in_loops(polls):
+        faults.append("a poll outside of any loop")
+    always([barriers], in_copies(load), own, "a row may be copied while lanes still write it")
+    always([barriers], flags, own | copied, EARLY_FLAG)
+    always(steps(*device.release), flags, barriers, "a flag without a release")
+    if device.drain:
+        entering = kernel.find(device.barrier, "enter_call")
+        always(steps(*device.drain), entering, own | copied, UNDRAINED)
+    acquired = [*steps(*device.acquire, *device.hand_on), barriers]
+    always(acquired, by(load, *readers) | in_copies(load), acquires & polls, EARLY_READ)
+    always([barriers], given_up, polls, "lane 0 may look for an abort while others still wait")
+    for writer, reader in handed_on:
+        stores, loads = found[f"store in {writer}"], found[f"load in {reader}"]
+        always([barriers], loads, stores, f"{reader} may read what {writer} still writes")
+    written = [*steps(*device.shared_done), barriers]
+    unwritten = "lanes may read shared memory before it is written"
+    always(written, kernel.find(device.read_shared), shared, unwritten)
     return faults
 
 
