@@ -3,40 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
-from ..errors import ClosedError, DeadlineError, FastkernError, WaitRecord
+from ..errors import ClosedError, FastkernError, WaitRecord
 from ..moe.combine_arguments import CombineCall, prepare_combine
 from ..moe.dispatch_arguments import DispatchCall, prepare_dispatch
 from ..moe.static_shape import Reverse, StaticShape
 from ..moe.tensor_checks import with_target
 from ..planner import Topology
 from ..turns import Turns
-from ..wait_records import abort_epoch, abort_origin, wait_record
 from .memory import SymmetricHeap
 from .moe_record import MoeRecord
-from .records import CONTROL
 from .static_gradients import differentiable_combine, differentiable_dispatch
-from .static_launches import StaticLaunches
-from .static_memory import StaticHeap, StaticMemory
-from .static_outcome import OUTCOME_BYTES, outcome_error
-from .static_planning import HostPlanning, make_planning
-from .static_tables import DirectPlan
-from .together import logged, together
-from .transfer import download, upload
-from .virtual_errors import RECORD_WRITTEN, control_record
-from .virtual_launch import CommonArgs
-from .virtual_memory import host_view
+from .static_received import ReceivedRows
+from .static_site import StaticSite
+from .together import logged
 
 if TYPE_CHECKING:
     from .device_runtime import DeviceRuntime
-
-_OP = "static exchange"
 
 
 @dataclass(frozen=True)
@@ -83,72 +70,10 @@ class StaticExchange:
         self._rank = runtime.rank
         self._info = shape.info(runtime.rank, topology, 0)
         self.serial = 0  # of the last dispatch
-        self._recv_idx: torch.Tensor | None = None
         self._num_tokens: int | None = None  # of the last dispatch
+        self._site = StaticSite(runtime, shape, topology, chunk_bytes)
+        self.received = ReceivedRows(runtime, self._site, shape, self.num_recv_rows)
         self._closed = False
-        self._recorded = False
-        driver, group = runtime.driver, runtime.group
-        direct = DirectPlan(shape, topology, chunk_bytes) if shape.planner == "device" else None
-        needs = StaticHeap.of(shape, topology, direct)
-        with ExitStack() as made:
-            self.heap = SymmetricHeap(driver, group, needs.num_slots, 8, needs.data_bytes)
-            made.callback(lambda: runtime.freed(self.heap.close()))
-
-            def allocate() -> None:
-                self._status = driver.allocate_host(CONTROL.itemsize + OUTCOME_BYTES)
-                made.callback(driver.free_host, self._status)
-                host_view(self._status, CONTROL.itemsize + OUTCOME_BYTES)[:] = 0
-                self._event = driver.create_event()
-                made.callback(driver.destroy_event, self._event)
-                self._planning: list[HostPlanning] = []
-                if direct is None:
-                    planning = make_planning(driver, shape, topology, self._rank, chunk_bytes)
-                    made.callback(planning.close)
-                    self._planning.append(planning)
-                self._memory = self._make_memory(needs, direct)
-                made.callback(self._memory.close)
-
-            together(group, "memory of a static exchange", allocate)
-            self._launches = StaticLaunches(
-                driver,
-                runtime.kernels,
-                shape,
-                topology,
-                [self._rank],
-                self._memory,
-                runtime.num_blocks,
-                runtime.num_lanes,
-                self._planning,
-            )
-            made.callback(self._drain)
-            self._owned = made.pop_all()
-
-    def _make_memory(self, needs: StaticHeap, direct: DirectPlan | None) -> StaticMemory:
-        runtime = self._runtime
-        common = CommonArgs(
-            controls=self.heap.controls_table,
-            flags=self.heap.flags_table,
-            data=self.heap.data_table,
-            progress_ns=runtime.progress_ns,
-            num_blocks=runtime.num_blocks,
-            traces=[],
-            trace_capacity=0,
-        )
-        layouts = [planning.planner.layout for planning in self._planning]
-        memory = StaticMemory(
-            runtime.driver,
-            self.shape,
-            self._topology,
-            [self._rank],
-            common,
-            needs,
-            runtime.entry_ns,
-            direct,
-            layouts,
-        )
-        for at, planning in zip(memory.rank, self._planning, strict=False):  # none, or all
-            upload(runtime.driver, at["planned"], planning.first())
-        return memory
 
     @property
     def device(self) -> torch.device:
@@ -220,22 +145,21 @@ class StaticExchange:
         if call.weights is not None:
             tail = (shape.topk,) if shape.options.layout == "rank" else ()
             weights = call.weights.new_empty((rows, *tail))
-            self._fill(weights, 0, stream)
+            self._site.fill(weights, 0, stream)
         if shape.options.layout == "rank":
             idx = call.xs[0].new_empty((rows, shape.topk), dtype=torch.int64)
-            self._fill(idx, 0xFF, stream)
-        if shape.gradients:  # rows that a backward looks for among all
-            at, num_bytes = self._memory.window_slots(0)
-            self._runtime.driver.fill(at, 0xFF, num_bytes, stream)
+            self._site.fill(idx, 0xFF, stream)
+        if shape.gradients:
+            self.received.forget(stream)
         moe, form = MoeRecord(), call.format
         for x, target, size, offset in zip(
             call.xs, recv, form.part_bytes, form.offsets, strict=True
         ):
             if shape.options.zero_padding:
-                self._fill(target, 0, stream)
+                self._site.fill(target, 0, stream)
             moe.add_part(x.data_ptr(), target.data_ptr(), size, offset)
         moe.set_dispatch(
-            handle=self._memory.rank[0]["handle"],
+            handle=self._site.memory.rank[0]["handle"],
             header_offset=form.header_offset,
             record=True,
             weights_input=0 if call.weights is None else call.weights.data_ptr(),
@@ -245,13 +169,13 @@ class StaticExchange:
             index_output=0 if idx is None else idx.data_ptr(),
         )
         assert call.topk_idx is not None
-        route = self._launches.route_args(0, call, call.topk_idx.data_ptr())
-        self._launches.dispatch(stream, [route], moe.record)
+        route = self._site.launches.route_args(0, call, call.topk_idx.data_ptr())
+        self._site.launches.dispatch(stream, [route], moe.record)
         tokens = call.topk_idx.new_empty(self._info.num_own_experts, dtype=torch.int64)
-        counted = self._launches.tokens_per_expert(0)
+        counted = self._site.launches.tokens_per_expert(0)
         self._runtime.driver.copy(tokens.data_ptr(), counted, 8 * tokens.numel(), stream)
         self._num_tokens = call.num_tokens
-        self._recv_idx = idx
+        self.received.idx = idx
         made = [t for t in (*recv, weights, idx, tokens) if t is not None]
         used = [t for t in (*call.xs, call.topk_idx, call.weights) if t is not None]
         self._end(stream, [*used, *made])
@@ -301,7 +225,7 @@ class StaticExchange:
         moe = MoeRecord()
         value, wire, bias_kind = call.kinds
         moe.set_combine(
-            handle=self._memory.rank[0]["handle"],
+            handle=self._site.memory.rank[0]["handle"],
             expert_out=call.expert_out.data_ptr(),
             row_weights=0 if call.weights is None else call.weights.data_ptr(),
             bias=0 if call.bias is None else call.bias.data_ptr(),
@@ -314,9 +238,9 @@ class StaticExchange:
         )
         doubles = call.expert_out.dtype == torch.float64
         if reverse is None:
-            self._launches.combine(stream, doubles, moe.record)
+            self._site.launches.combine(stream, doubles, moe.record)
         else:
-            self._launches.reverse(reverse, stream, doubles, moe.record)
+            self._site.launches.reverse(reverse, stream, doubles, moe.record)
         self._end(stream, [t for t in (*read, result) if t is not None])
         if call.out is not None and call.out is not result:
             call.out.copy_(result)
@@ -332,55 +256,18 @@ class StaticExchange:
     def _again(self, x: torch.Tensor, reverse: Reverse) -> torch.Tensor:
         stream, form = self._begin(), self.shape.again
         target = x.new_empty((self.num_recv_rows, *x.shape[1:]))
-        self._fill(target, 0, stream)
+        self._site.fill(target, 0, stream)
         moe = MoeRecord()
         moe.add_part(x.data_ptr(), target.data_ptr(), form.part_bytes[0], 0)
         moe.set_dispatch(
-            handle=self._memory.rank[0]["handle"],
+            handle=self._site.memory.rank[0]["handle"],
             header_offset=form.header_offset,
             record=False,
             weights_offset=form.weights_offset,
         )
-        self._launches.reverse(reverse, stream, False, moe.record)
+        self._site.launches.reverse(reverse, stream, False, moe.record)
         self._end(stream, [x, target])
         return target
-
-    # -- rows of the last dispatch, for gradients --------------------------------------------------
-
-    def missing_rows(self) -> torch.Tensor:
-        """bool [num_recv_rows]: nothing was received there."""
-        if self._recv_idx is not None:
-            return (self._recv_idx < 0).all(1)
-        return self._slot_choices() < 0
-
-    def by_choice(self, values: torch.Tensor) -> torch.Tensor:
-        """[num_recv_rows, K]: a row's value in the column of the choice that it stands for.
-
-        values: [num_recv_rows]; rank layout: [num_recv_rows, K], kept where there is a choice.
-        """
-        if self._recv_idx is not None:
-            return torch.where(self._recv_idx >= 0, values, 0)
-        columns = torch.arange(self.shape.topk, device=values.device)
-        choice = self._slot_choices().unsqueeze(1)
-        return torch.where(choice == columns, values.unsqueeze(1), 0)
-
-    def _slot_choices(self) -> torch.Tensor:
-        """int64 [num_recv_rows]: which of its token's choices a row is; -1: none. Expert layout."""
-        rows, topk = self.num_recv_rows, self.shape.topk
-        slots = self._window_slots().to(torch.int64)
-        choices = torch.arange(topk, device=slots.device).repeat(len(slots) // topk)
-        made = torch.full((rows + 1,), -1, dtype=torch.int64, device=slots.device)
-        # Those that are not there, -1 as signed numbers, go to the row past the end.
-        return made.scatter_(0, torch.where(slots < 0, rows, slots), choices)[:rows]
-
-    def _window_slots(self) -> torch.Tensor:
-        """int32 [window rows * K], a copy of the handle's."""
-        at, num_bytes = self._memory.window_slots(0)
-        made = torch.empty(num_bytes // 4, dtype=torch.int32, device=self._runtime.device)
-        stream = self._runtime.streams.current()
-        self._runtime.driver.copy(made.data_ptr(), at, num_bytes, stream)
-        self._runtime.streams.settle(made)
-        return made
 
     def _differentiated(self, tensors: Sequence[torch.Tensor | None]) -> bool:
         if not torch.is_grad_enabled() or not any(
@@ -394,35 +281,18 @@ class StaticExchange:
             )
         return True
 
-    def _fill(self, tensor: torch.Tensor, value: int, stream: int) -> None:
-        """Every byte, in stream order."""
-        size = tensor.numel() * tensor.element_size()
-        self._runtime.driver.fill(tensor.data_ptr(), value, size, stream)
-
     def _begin(self) -> int:
         """The stream of a call."""
         if self._closed:
             raise ClosedError("the static exchange is closed")
-        streams = self._runtime.streams
-        stream = streams.current()
-        if not streams.capturing():
+        if not self._runtime.streams.capturing():
             self.check()
-            if self._recorded:
-                self._runtime.driver.wait_event(stream, self._event)
-        return stream
+        return self._site.begin()
 
     def _end(self, stream: int, used: Sequence[torch.Tensor]) -> None:
-        """What follows the kernels: how they ended, for whoever looks."""
-        runtime, driver = self._runtime, self._runtime.driver
-        control = self.heap.control_address(self._rank)
-        driver.copy(self._status, control, CONTROL.itemsize, stream)
-        outcome = self._memory.rank[0]["outcome"]
-        driver.copy(self._status + CONTROL.itemsize, outcome, OUTCOME_BYTES, stream)
-        if runtime.streams.capturing():
-            return
-        driver.record(self._event, stream)
-        self._recorded = True
-        if runtime.streams.settle(*used):
+        """A call has been enqueued, with these tensors."""
+        self._site.end(stream)
+        if self._runtime.streams.settle(*used):
             self.check()
 
     # -- failures ----------------------------------------------------------------------------------
@@ -432,53 +302,23 @@ class StaticExchange:
 
         Of what moved nothing once; what broke the communicator each time.
         """
-        runtime = self._runtime
-        runtime.check()
-        raw = host_view(self._status + CONTROL.itemsize, OUTCOME_BYTES)
-        error: Exception | None = outcome_error(raw.view(np.uint64).copy(), self.shape)
-        if error is not None:
-            outcome = self._memory.rank[0]["outcome"]
-            runtime.driver.fill(outcome, 0, OUTCOME_BYTES, runtime.streams.current())
-            raw[:] = 0
-            raise error
-        for planning in self._planning:
-            planning.check()
+        self._runtime.check()
+        self._site.check()
+
+    @property
+    def heap(self) -> SymmetricHeap:
+        """Where the kernels of other ranks find this one's abort word."""
+        return self._site.heap
 
     def look(self) -> FastkernError | None:
         """What made a kernel give up, as far as the host's memory says."""
-        if self._closed:
-            return None
-        word = int(control_record(host_view(self._status, CONTROL.itemsize))["abort"])
-        if not word:
-            return None
-        record = self.record()
-        if record is not None:
-            return DeadlineError(str(record), record)
-        return DeadlineError(
-            f"{_OP}: rank {abort_origin(word)} gave up waiting for other ranks, or left the call"
-        )
+        return None if self._closed else self._site.look()
 
     def record(self) -> WaitRecord | None:
         """What the kernel that gave up has left, as the device's memory says."""
-        word = int(self._control_of(self._rank)["abort"])
-        if not word:
-            return None
-        origin = abort_origin(word)
-        fields = self._control_of(origin)["record"]
-        if int(fields["state"]) != RECORD_WRITTEN:
-            return None
-        return wait_record(_OP, abort_epoch(word), origin, fields)
-
-    def _control_of(self, rank: int) -> Any:
-        address = self.heap.control_address(rank)
-        raw = download(self._runtime.driver, address, CONTROL.itemsize)
-        return control_record(np.frombuffer(raw, dtype=np.uint8))
+        return None if self._closed else self._site.record()
 
     # -- end ---------------------------------------------------------------------------------------
-
-    def _drain(self) -> None:
-        if self._recorded:
-            self._runtime.driver.wait_for(self._event)
 
     def close(self) -> None:
         """Give its memory back, once its calls have ended. Not collective; may be repeated.
@@ -488,7 +328,7 @@ class StaticExchange:
         if not self._closed:
             self._closed = True
             self._runtime.forget_static(self)
-            logged("closing a static exchange", self._owned.close)
+            logged("closing a static exchange", self._site.close)
 
     def __enter__(self) -> StaticExchange:
         return self

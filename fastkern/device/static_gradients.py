@@ -92,7 +92,7 @@ class _Dispatch(torch.autograd.Function):
         ]
         of_weights = None
         if ctx.wants_weights:
-            columns = exchange.by_choice(given(ctx.num_parts))
+            columns = exchange.received.by_choice(given(ctx.num_parts))
             of_weights = _combined(exchange, "gradient weights", columns)
         return None, None, of_weights, *of_xs
 
@@ -121,7 +121,7 @@ class _Combine(torch.autograd.Function):
         _check_serial(exchange, ctx.serial)
         expert_out, weights, bias = ctx.saved_tensors
         rows = exchange.run_again(row_form(grad), _reverse(exchange, "gradient combined"))
-        precision, missing = sum_dtype(grad.dtype), exchange.missing_rows()
+        precision, missing = sum_dtype(grad.dtype), exchange.received.missing()
         of_rows, of_weights, of_bias = rows, None, None
         if weights is not None:
             wide = weights.to(precision)[(...,) + (None,) * (rows.dim() - 1)]

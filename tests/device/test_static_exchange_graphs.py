@@ -240,7 +240,7 @@ def test_arguments(shared_pools: SharedPools) -> None:
         "expert_out has rows [4], the exchange combines [5]",
         "expert_out is float64, the exchange combines float32",
         "the exchange was made without a combine",
-        "a static exchange has no gradients",
+        "this static exchange was made without gradients=True",
         "ClosedError: the static exchange is closed",
     ]
     assert len(both[0]) == len(expected)

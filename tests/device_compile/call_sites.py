@@ -52,6 +52,15 @@ def call_sites(kernel: Kernel) -> CallSites:
     }
 
 
+def added(*parts: CallSites) -> CallSites:
+    """All of them; of what several have, the last."""
+    operations = {operation for part in parts for operation in part}
+    return {
+        operation: {name: n for part in parts for name, n in part.get(operation, {}).items()}
+        for operation in operations
+    }
+
+
 def differences(found: CallSites, expected: CallSites) -> list[str]:
     """What differs, a line for each call site: found and expected."""
     return [

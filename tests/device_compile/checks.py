@@ -111,8 +111,19 @@ def _hip_kernels(assembly: str) -> list[tuple[str, dict[str, int]]]:
     return kernels
 
 
-def hip_scope_faults(assembly: str) -> list[str]:
-    """gfx942 and later: sc0 and sc1 together on cache control, sc1 on atomics: system scope."""
+HIP_SYNCHRONISING = (
+    "buffer_wbl2",
+    "buffer_inv",
+    "global_atomic_cmpswap_x2",
+    "global_atomic_add_x2",
+)
+
+
+def hip_scope_faults(assembly: str, names: Sequence[str] = HIP_SYNCHRONISING) -> list[str]:
+    """gfx942 and later: sc0 and sc1 together on cache control, sc1 on atomics: system scope.
+
+    names: the instructions that there must be.
+    """
     lines = (line.split(";")[0].strip() for line in assembly.splitlines())
     code = [line for line in lines if re.match(r"[a-z]+_[a-z]", line)]
     faults = []
@@ -121,7 +132,7 @@ def hip_scope_faults(assembly: str) -> list[str]:
         whole = name in ("buffer_wbl2", "buffer_inv") and bits != {"sc0", "sc1"}
         if whole or (name.startswith("global_atomic") and "sc1" not in bits):
             faults.append(f"narrower than the system: {line}")
-    for name in ("buffer_wbl2", "buffer_inv", "global_atomic_cmpswap_x2", "global_atomic_add_x2"):
+    for name in names:
         if name not in assembly:
             faults.append(f"no {name}")
     for name in ("load", "store"):  # flags

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.device_compile.call_sites import CallSites, call_sites, differences
+from tests.device_compile.call_sites import CallSites, added, call_sites, differences
 from tests.device_compile.toolchain import (
     COMBINE,
     CUDA_ARCHES,
@@ -123,14 +123,6 @@ MERGED = {
     "cuda": {("store_relaxed", "leave < run_items"): 1},
     "hip": {("load_relaxed", "peek < check"): 2},
 }
-
-
-def added(*parts: CallSites) -> CallSites:
-    operations = {operation for part in parts for operation in part}
-    return {
-        operation: {name: n for part in parts for name, n in part.get(operation, {}).items()}
-        for operation in operations
-    }
 
 
 def expected(kernel: str, device: str) -> CallSites:

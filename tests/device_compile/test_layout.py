@@ -13,6 +13,7 @@ from tests.device_compile.toolchain import (
     KERNELS,
     ROOT,
     ROUTE,
+    STATIC,
     CompileError,
     Edit,
     compile_cuda,
@@ -22,6 +23,14 @@ from tests.device_compile.toolchain import (
 
 TABLE = "planner/stage_table.h"
 NETWORK = "kernels/entry/network/rocshmem"
+# Entries that include a record which the exchange's does not.
+INCLUDED_BY = {
+    "RouteArgs": ROUTE,
+    "StaticValues": STATIC,
+    "StaticArgs": STATIC,
+    "StaticLaunch": STATIC,
+    "NetworkArgs": NETWORK,
+}
 FAILURE = r"static assertion failed.*(?:layout|padding)"
 
 
@@ -69,7 +78,8 @@ def test_every_compile_asserts_the_tables_layout(device: str, entry: str, tmp_pa
 
 def test_records_are_found() -> None:
     names = {"Header", "Stage", "Control", "MoeArgs", "KernelArgs", "LaunchArgs", "RouteArgs"}
-    assert names | {"HandleHeader", "ErrorRecord", "TraceEvent", "NetworkArgs"} <= set(records())
+    names |= {"HandleHeader", "ErrorRecord", "TraceEvent", *INCLUDED_BY}
+    assert names <= set(records())
 
 
 # CUDA's entries of networks include libraries; HIP's has declarations instead.
@@ -79,7 +89,7 @@ def test_records_are_found() -> None:
     + [("cuda", name) for name in records() if name != "NetworkArgs"],
 )
 def test_a_lost_field_is_refused(device: str, name: str, tmp_path: Path) -> None:
-    entry = {"RouteArgs": ROUTE, "NetworkArgs": NETWORK}.get(name, EXCHANGE)
+    entry = INCLUDED_BY.get(name, EXCHANGE)
     root = copy_sources(tmp_path, [drop_last_field(name)])
     with pytest.raises(CompileError, match=FAILURE):
         compile_for(device, entry, root)

@@ -122,6 +122,7 @@ CONSTANT = {
     ("network.h", "constant(args.table)"),
     ("exchange.h", "share(launch.ranks[target.block() / launch.blocks_per_rank])"),
     ("exchange.h", "share(*args.moe)"),
+    ("static.h", "share(*fixed.call)"),
 }
 
 
