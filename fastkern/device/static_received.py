@@ -1,4 +1,4 @@
-"""What stands in the rows that a static dispatch has received, as its handle tells: for gradients."""
+"""What stands in the rows that a static dispatch has received, for gradients."""
 
 from __future__ import annotations
 
