@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Any
 
-from ..errors import FastkernError
 from ..kernels import _host
 from ..moe.handle import LAYOUTS
 from ..moe.static_shape import StaticShape
@@ -41,10 +40,10 @@ class HostPlanning:
         return host_view(self.out, self.num_bytes).tobytes()
 
     def check(self) -> None:
-        """Raise FastkernError for a call, since the last look, that could not be planned."""
+        """Raise ValueError for a call, since the last look, that could not be planned."""
         if text := self.planner.error:
             self.planner.clear_error()
-            raise FastkernError(f"static dispatch: {text}; the call moved nothing")
+            raise ValueError(f"static dispatch: {text}; the call moved nothing")
 
     def close(self) -> None:
         """Free the memory; no call may be under way."""

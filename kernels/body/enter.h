@@ -36,9 +36,11 @@ struct EntryBoard {
     FASTKERN_DEVICE u32 local(u32 rank) const { return first_slot + servers + rank; }
 };
 
-// One lane. Waits until the flag has come, and returns false when the call is aborted.
+// One lane. Waits until the flag has come, and returns false when the call is aborted. On expiry it
+// names the relay that raises the flag, or, where that has entered itself, the source.
 template <class Call>
-FASTKERN_DEVICE bool await_entry(const Call& call, u32 slot, u32 rank, u64 entry_ns) {
+FASTKERN_DEVICE bool await_entry(const Call& call, const EntryBoard& board, u32 slot, u32 source,
+                                 u32 relay, u64 entry_ns) {
     const u64 begin = call.target.now_ns();
     for (u32 rounds = 0; !call.transport.seen(slot, 1); ++rounds) {
         if (call.transport.aborted()) return false;
@@ -49,7 +51,7 @@ FASTKERN_DEVICE bool await_entry(const Call& call, u32 slot, u32 rank, u64 entry
             record.seen = call.transport.peek(slot);
             record.waited_ns = waited;
             record.queue = kEntryWait;
-            record.peer = rank;
+            record.peer = call.transport.seen(board.local(relay), 1) ? source : relay;
             record.slot = slot;
             abort_call(call, record);
             return false;
@@ -78,8 +80,9 @@ FASTKERN_DEVICE bool enter_call(const Call& call, const EntryBoard& board, u64 e
         const u32 source = (rank + k * m) % board.num_ranks;
         if (k != 0) {
             const u32 slot = board.rail(source / m);
-            const auto& came = target.template broadcast<u32>(
-                [&](u32& word) { word = await_entry(call, slot, source, entry_ns); });
+            const auto& came = target.template broadcast<u32>([&](u32& word) {
+                word = await_entry(call, board, slot, source, source, entry_ns);
+            });
             if (!came) return false;
         }
         const u64 row = board.row(source);
@@ -96,7 +99,7 @@ FASTKERN_DEVICE bool enter_call(const Call& call, const EntryBoard& board, u64 e
     }
     for (u32 r = target.lane(); r < board.num_ranks; r += target.num_lanes())
         if (r % m != rank - first_local)
-            if (!await_entry(call, board.local(r), first_local + r % m, entry_ns)) break;
+            if (!await_entry(call, board, board.local(r), r, first_local + r % m, entry_ns)) break;
     target.drain();  // every wave's acquires end before the barrier
     target.barrier();
     return target.template broadcast<u32>([&](u32& word) { word = call.transport.aborted(); }) == 0;
