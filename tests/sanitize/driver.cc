@@ -1,6 +1,6 @@
 // Planner and host kernel without Python, for the sanitizers: random all-to-alls, dispatches and
 // combines, all policies, several blocks and lanes, back-to-back calls, each checked against its
-// definition; and planners as host nodes.
+// definition; entries of static exchanges; and planners as host nodes.
 //
 // Usage: driver SECONDS SEED
 #include <chrono>
@@ -8,6 +8,7 @@
 #include <cstdlib>
 
 #include "tests/sanitize/all_to_all.h"
+#include "tests/sanitize/entry.h"
 #include "tests/sanitize/moe_ranks.h"
 #include "tests/sanitize/planner_node.h"
 
@@ -44,7 +45,7 @@ int main(int argc, char** argv) {
     const double seconds = argc > 1 ? std::atof(argv[1]) : 10;
     Random random(argc > 2 ? static_cast<u64>(std::atoll(argv[2])) : 1);
     const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
-    int exchanges = 0, programs = 0, planners = 0;
+    int exchanges = 0, programs = 0, planners = 0, entries = 0;
     while (std::chrono::steady_clock::now() < end) {
         const Topology topology = random_topology(random);
         const LaunchOptions options = random_options(random);
@@ -52,6 +53,9 @@ int main(int argc, char** argv) {
         if (random() % 6 == 0) {
             error = run_host_planner(random, topology);
             ++planners;
+        } else if (random() % 6 == 0) {
+            error = run_entries(random, topology, options);
+            ++entries;
         } else if (random() % 3 == 0) {
             error = run_all_to_alls(random, topology, options);
             ++exchanges;
@@ -60,11 +64,12 @@ int main(int argc, char** argv) {
             ++programs;
         }
         if (error.empty()) continue;
-        std::printf("cluster %d: %s\n", exchanges + programs + planners, error.c_str());
+        std::printf("cluster %d: %s\n", exchanges + programs + planners + entries, error.c_str());
         return 1;
     }
     std::printf(
-        "%d clusters of all-to-alls, %d of dispatches and combines, %d host planners, all right\n",
-        exchanges, programs, planners);
+        "%d clusters of all-to-alls, %d of dispatches and combines, %d that only entered, %d host "
+        "planners, all right\n",
+        exchanges, programs, entries, planners);
     return 0;
 }
