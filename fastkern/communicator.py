@@ -15,13 +15,7 @@ import torch.distributed as dist
 from . import bootstrap, transports
 from .calls import CallRunner
 from .config import Settings, choose_settings
-from .device.backend import (
-    DeviceBackend,
-    backend_name,
-    check_backend,
-    default_num_blocks,
-    open_backend,
-)
+from .device.backend import DeviceBackend, backend_name, check_backend, open_backend
 from .errors import FastkernError
 from .make_runtime import runtime_on, shareable
 from .moe import exchanges
@@ -38,7 +32,7 @@ from .runtime import RuntimeOptions
 from .stats import CallStats
 from .tensors import RowCall, prepare
 from .transports import Transport
-from .tuning.blocks import BlockCounts
+from .tuning.choose import LaunchParameters, choose_parameters
 from .turns import Turns
 from .version import __version__
 from .work import Work
@@ -62,9 +56,10 @@ class Communicator:
     default what the transport needs: the accelerator that torch was built for. On GPUs the rank's
     device is torch's current one. All tensors of a call are on `device`; counts and handles'
     metadata are on the CPU.
-    policy: planner policy. num_blocks: blocks per launch, by default 1, on a GPU a sixth of its
-    processors; calls take a num_blocks of their own, up to this one. Ranks may differ in it, and
-    results are the same bit by bit for any. chunk_bytes: size that puts are cut into.
+    policy: planner policy. chunk_bytes: size that puts are cut into. num_blocks: blocks per launch;
+    calls take a num_blocks of their own, up to this one. Ranks may differ in it, and results are
+    the same bit by bit for any. Both by default as the tuning profile has it for operation and size
+    (fastkern.tuning); without one num_blocks is 1 on the host and a sixth of a GPU's processors.
     buffer_bytes: staging and window reserved per rank now, a hint: grows when a call needs more
     (see `buffer_bytes_for`). max_buffer_bytes: the most of it; a call that needs more is done in
     rounds, each moving a share of every pair's rows.
@@ -120,7 +115,7 @@ class Communicator:
             "progress_timeout_s": progress_timeout_s,
             "debug": debug,
         }
-        settings, error, device = Settings(), None, None
+        settings, launched, error, device = Settings(), None, None, None
         self.rank = dist.get_rank(group)
         self.num_ranks = dist.get_world_size(group)
         try:
@@ -130,6 +125,9 @@ class Communicator:
             self.transport = transports.resolve(settings.transport)
             check_backend(settings.backend, self.transport)
             device = open_backend(settings.backend, self.transport)
+            properties = None if device is None else device.driver.properties()
+            launched = choose_parameters(self.transport.name, properties, settings.num_blocks)
+            settings = choose_settings(given, launched.defaults)
         except (TypeError, ValueError, FastkernError) as failure:
             error = shareable(failure)  # the other ranks must learn of it
             settings = Settings()
@@ -145,7 +143,7 @@ class Communicator:
             "max_buffer_bytes": settings.max_buffer_bytes,
         }
         try:
-            self._assemble(group, servers, settings, agreement, error, device)
+            self._assemble(group, servers, settings, launched, agreement, error, device)
         except BaseException:
             if device is not None:
                 device.close()
@@ -156,6 +154,7 @@ class Communicator:
         group: Any,
         servers: int | None,
         settings: Settings,
+        launched: LaunchParameters | None,
         agreement: dict[str, Any],
         error: Exception | None,
         device: DeviceBackend | None,
@@ -165,6 +164,7 @@ class Communicator:
             bootstrap.own_info(agreement, settings.local_world_size, error), group
         )
         self.agreement_hash = bootstrap.agreement_hash(infos)
+        assert launched is not None  # else there was an error, and all ranks have raised it
         if servers is None:
             num_servers, per_server = bootstrap.detect_servers(infos)
         else:
@@ -182,18 +182,17 @@ class Communicator:
             alpha_us=self.transport.alpha_us,
             cross_rail=self.transport.capabilities.cross_rail,
         )
-        usual = 1 if device is None else default_num_blocks(device.driver.properties())
-        blocks = BlockCounts(settings.num_blocks or usual)
         options = RuntimeOptions(
             transport=self.transport,
-            num_blocks=blocks.most,
+            num_blocks=launched.blocks.most,
+            num_lanes=launched.num_lanes,
             buffer_bytes=settings.buffer_bytes,
             entry_timeout_s=settings.entry_timeout_s or bootstrap.group_timeout_s(group),
             progress_timeout_s=settings.progress_timeout_s,
         )
         processes = [info.process for info in infos]
         self._runtime, moe = runtime_on(device, group, self.rank, self.topology, processes, options)
-        self._calls = CallRunner(self._runtime, self.rank, self.topology, settings, blocks)
+        self._calls = CallRunner(self._runtime, self.rank, self.topology, settings, launched.blocks)
         self.moe = MoeRunner(
             self._runtime,
             moe,
@@ -201,7 +200,7 @@ class Communicator:
             self.topology,
             settings,
             secrets.randbits(63),
-            blocks,
+            launched.blocks,
         )
         self.exchange_number = exchanges.register(self)
         self.turns = Turns(f"fastkern-{next(_numbers)}", self._runtime.fork)

@@ -54,6 +54,7 @@ class HostRuntime:
         self._launch_options = functools.cache(
             functools.partial(
                 _host.LaunchOptions,
+                num_lanes=options.num_lanes,
                 transport=transport.name,
                 scale_up_ps_per_kib=round(per_kib / transport.scale_up_GBps) if shaped else 0,
                 scale_out_ps_per_kib=round(per_kib / transport.scale_out_GBps) if shaped else 0,

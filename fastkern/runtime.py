@@ -19,10 +19,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RuntimeOptions:
-    """What a runtime is made with; see Communicator. num_blocks: the most of a launch."""
+    """What a runtime is made with; see Communicator. num_blocks: the most of a launch.
+    num_lanes: of a block."""
 
     transport: Transport
     num_blocks: int
+    num_lanes: int
     buffer_bytes: int
     entry_timeout_s: float
     progress_timeout_s: float

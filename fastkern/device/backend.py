@@ -9,11 +9,10 @@ import torch
 
 from ..errors import DeviceUnavailableError
 from ..transports import Transport
-from .driver import DeviceProperties, Driver
+from .driver import Driver
 from .open_driver import open_driver
 from .streams import HostStreams, StreamOrder, TorchStreams
 
-_PROCESSORS_PER_BLOCK = 6
 _MEMBERS = ("target", "device", "launch", "resident_blocks")  # of a Driver, to tell one by
 
 
@@ -38,14 +37,6 @@ class DeviceBackend:
         self.streams.close()
         if self.owned:
             self.driver.close()
-
-
-def default_num_blocks(properties: DeviceProperties) -> int:
-    """Blocks of a launch: one for each six processors (22 on an H200, 50 on an MI300X).
-
-    A guess: they should saturate the links, while the other processors go on computing.
-    """
-    return max(1, properties.num_processors // _PROCESSORS_PER_BLOCK)
 
 
 def backend_name(backend: Any, transport: Transport) -> str:

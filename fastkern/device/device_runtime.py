@@ -66,9 +66,8 @@ class DeviceRuntime:
         self.device = backend.streams.device
         self.stats = CallStats(None)
         self.driver = backend.driver
-        properties = self.driver.properties()
         self.num_blocks = options.num_blocks
-        self.num_lanes = min(512, properties.most_lanes)
+        self.num_lanes = options.num_lanes
         self._lock = threading.RLock()
         self._launched: deque[Slot] = deque()  # not yet looked at
         self._last: Slot | None = None
