@@ -218,6 +218,8 @@ def test_the_most_specific_profile_wins(use: Callable[..., None]) -> None:
     keys = [
         (None, None, None),
         (None, None, "peer"),
+        (None, "Some GPU", None),
+        (None, "Some GPU", "peer"),
         ("sm_90", None, None),
         ("sm_90", None, "peer"),
         ("sm_90", "Some GPU", None),
@@ -230,14 +232,14 @@ def test_the_most_specific_profile_wins(use: Callable[..., None]) -> None:
         Profile(architecture=a, device_name=d, transport=t, num_blocks=k + 1)
         for k, (a, d, t) in enumerate(keys)
     ]
-    fitting = profiles[:6]
+    fitting = profiles[:8]
     while fitting:
-        others = [p for p in profiles if p not in profiles[:6]]
+        others = [p for p in profiles if p not in profiles[:8]]
         use(*reversed(others), *fitting[::2], *fitting[1::2])
         found, source = find_profile("sm_90", "Some GPU", "peer")
         assert found == fitting.pop()
         assert source.endswith("tuning.json")
-    use(*profiles[6:])
+    use(*profiles[8:])
     found, source = find_profile("sm_90", "Some GPU", "peer")
     assert (found, source) == (built_in_profiles()[0], BUILT_IN)
 

@@ -23,14 +23,14 @@ ENTRY_OF = {
     "fastkern_route_scan": "route",
     "fastkern_route_fill": "route",
 }
-_PERSISTENT = (
+PERSISTENT = (
     "fastkern_exchange",
     "fastkern_dispatch",
     "fastkern_combine",
     "fastkern_combine_float64",
 )
 # Lanes that step together (warp, wave): persistent kernels run on whole ones.
-_TEAM_LANES = {"cuda": 32, "hip": 64}
+TEAM_LANES = {"cuda": 32, "hip": 64}
 
 
 def default_load(driver: Driver) -> Callable[[str], bytes]:
@@ -60,15 +60,15 @@ class Kernels:
         Raises ValueError where a persistent kernel's blocks do not fit the device all at once, or
         are not whole warps or waves.
         """
-        team = _TEAM_LANES.get(self._driver.target, 1)
-        if name in _PERSISTENT and num_lanes % team:
+        team = TEAM_LANES.get(self._driver.target, 1)
+        if name in PERSISTENT and num_lanes % team:
             raise ValueError(f"num_lanes must be a multiple of {team}, not {num_lanes}")
         if name not in self._functions:
             entry = ENTRY_OF[name]
             if entry not in self._modules:
                 self._modules[entry] = self._driver.load_module(self._load(entry))
             function = self._driver.function(self._modules[entry], name)
-            if name in _PERSISTENT:
+            if name in PERSISTENT:
                 self._check_room(name, function, num_lanes)
             self._functions[name] = function
         return self._functions[name]
