@@ -17,6 +17,7 @@ from .records import OP_ALL_TO_ALL, OP_RESERVE, encode, row_bytes, verdict
 from .runtime import Runtime
 from .stats import CallStats
 from .tensors import RowCall
+from .tuning.blocks import BlockCounts
 
 Matrix = npt.NDArray[np.int64]
 
@@ -26,8 +27,16 @@ _MOST_ROUNDS = 1 << 16
 class CallRunner:
     """Runs calls of one rank, one at a time; keeps the last plan for the next equal one."""
 
-    def __init__(self, runtime: Runtime, rank: int, topology: Topology, settings: Settings) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        rank: int,
+        topology: Topology,
+        settings: Settings,
+        blocks: BlockCounts,
+    ) -> None:
         self.runtime = runtime
+        self._blocks = blocks
         self._rank = rank
         self._topology = topology
         self._settings = settings
@@ -97,7 +106,7 @@ class CallRunner:
             num_rounds = 2
         reserved = time.perf_counter()
         if num_rounds == 1:
-            self._launch(table, call.source, call.target)
+            self._launch(table, call.source, call.target, call.num_blocks)
         else:
             self._move_in_rounds(call, traffic, num_bytes, num_rounds)
         ended = time.perf_counter()
@@ -106,8 +115,16 @@ class CallRunner:
             made, entered - begin, planned - entered, reserved - planned, ended - reserved
         )
 
-    def _launch(self, table: StageTable, source: torch.Tensor, target: torch.Tensor) -> None:
-        self.runtime.launch(table, source.data_ptr(), target.data_ptr(), "all_to_all_single")
+    def _launch(
+        self,
+        table: StageTable,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        num_blocks: int | None,
+    ) -> None:
+        op, num_bytes = "all_to_all_single", max(source.nbytes, target.nbytes)
+        blocks = self._blocks.of(num_blocks, op, num_bytes)
+        self.runtime.launch(table, source.data_ptr(), target.data_ptr(), op, blocks)
 
     def _move_in_rounds(
         self, call: RowCall, traffic: Matrix, num_bytes: int, num_rounds: int
@@ -129,5 +146,6 @@ class CallRunner:
             table = self.plan(part.rows, num_bytes)[1]
             num_rows = int(part.rows[:, self._rank].sum())
             received = source.new_empty((num_rows, num_bytes))
-            self._launch(table, rounds.gather(source, self._rank, traffic, part), received)
+            sent = rounds.gather(source, self._rank, traffic, part)
+            self._launch(table, sent, received, call.num_blocks)
             rounds.scatter(target, received, self._rank, traffic, part)

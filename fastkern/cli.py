@@ -1,4 +1,4 @@
-"""The command line: `fastkern demo`, `fastkern train-demo`, `fastkern plan`.
+"""The command line: `fastkern demo`, `fastkern train-demo`, `fastkern plan`, `fastkern tune`.
 
 What a command needs is imported inside it, so that help and errors come at once.
 """
@@ -186,6 +186,83 @@ def _run_demo(command: str, traceback: bool, run: Callable[[Console], None]) -> 
         if traceback and error.details:
             print(error.details, file=sys.stderr)
         raise _fail(command, error) from None
+
+
+@app.command()
+def tune(
+    driver: Annotated[
+        str,
+        typer.Option(help="auto: the GPU that PyTorch sees; cuda, hip; host: the CPU, for a try."),
+    ] = "auto",
+    device: Annotated[int, typer.Option(min=0, help="Number of the device.")] = 0,
+    servers: _Servers = 2,
+    ranks_per_server: _RanksPerServer = 2,
+    transport: Annotated[str, typer.Option(help="Transport that the profile is for.")] = "peer",
+    operations: Annotated[
+        str, typer.Option(help="Operations to measure, with commas between.")
+    ] = "all_to_all_single,dispatch,combine",
+    sizes: Annotated[
+        str, typer.Option(help="Bytes that a rank gives or gets in a call: 64K,1M,...")
+    ] = "",
+    blocks: Annotated[str, typer.Option(help="Numbers of blocks per rank to try: 1,2,...")] = "",
+    lanes: Annotated[str, typer.Option(help="Lanes of a block to try: 256,512,...")] = "",
+    chunks: Annotated[str, typer.Option(help="Bytes that puts are cut into: 32K,128K,...")] = "",
+    rounds: Annotated[int, typer.Option(min=1, help="Measures of each candidate.")] = 9,
+    output: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="File to write to; FASTKERN_PROFILE, or the user's, if not given."),
+    ] = None,
+) -> None:
+    """Find good launch parameters for this device, and keep them in a tuning profile.
+
+    Measures blocks, lanes and chunks of every operation at several sizes, with all ranks on this
+    one device: links between devices are not measured. Communicators made later read the profile.
+    """
+    from rich.console import Console
+
+    from .config import read_profile_path
+    from .errors import FastkernError
+    from .planner import Topology
+    from .transports import MAKERS
+    from .tuning.search_space import SearchOptions
+    from .tuning.tune import run_tune
+
+    try:
+        if driver not in ("auto", "cuda", "hip", "host"):
+            raise ValueError(f"driver must be auto, cuda, hip or host, not {driver!r}")
+        if transport not in MAKERS:
+            raise ValueError(f"transport must be one of {', '.join(MAKERS)}, not {transport!r}")
+        path = output or read_profile_path()[0]
+        if path is None:
+            raise ValueError("where should the profile be written to? Give --output")
+        options = SearchOptions(
+            topology=Topology(servers, ranks_per_server),
+            operations=[op.strip() for op in operations.split(",")],
+            sizes=_numbers("sizes", sizes),
+            num_blocks=_numbers("blocks", blocks),
+            num_lanes=_numbers("lanes", lanes),
+            chunk_bytes=_numbers("chunks", chunks),
+            rounds=rounds,
+        )
+        wanted = None if driver == "auto" else driver
+        run_tune(wanted, device, transport, options, path, Console())
+    except (ValueError, FastkernError) as error:
+        raise _fail("tune", error) from None
+
+
+_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def _numbers(name: str, text: str) -> list[int]:
+    """Whole numbers with commas between; K, M and G are powers of 1024."""
+    made = []
+    for part in text.replace(" ", "").split(",") if text.strip() else []:
+        unit = _UNITS.get(part[-1:].upper(), 1)
+        digits = part[:-1] if unit > 1 else part
+        if not digits.isdecimal():
+            raise ValueError(f"{name}: {part!r} is no whole number")
+        made.append(int(digits) * unit)
+    return made
 
 
 @app.command("plan")

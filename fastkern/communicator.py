@@ -34,6 +34,7 @@ from .runtime import RuntimeOptions
 from .stats import CallStats
 from .tensors import RowCall, prepare
 from .transports import Transport
+from .tuning.choose import LaunchParameters, choose_parameters
 from .turns import Turns
 from .version import __version__
 from .work import Work
@@ -60,8 +61,10 @@ class Communicator:
     default what the transport needs: the accelerator that torch was built for. On GPUs the rank's
     device is torch's current one. All tensors of a call are on `device`; counts and handles'
     metadata are on the CPU.
-    policy: planner policy. num_blocks: blocks per launch, by default 1, on a GPU a sixth of its
-    processors. chunk_bytes: size that puts are cut into.
+    policy: planner policy. chunk_bytes: size that puts are cut into. num_blocks: blocks per launch;
+    calls take a num_blocks of their own, up to this one. Ranks may differ in it, and results are
+    the same bit by bit for any. Both by default as the tuning profile has it for operation and size
+    (fastkern.tuning); without one num_blocks is 1 on the host and a sixth of a GPU's processors.
     buffer_bytes: staging and window reserved per rank now, a hint: grows when a call needs more
     (see `buffer_bytes_for`). max_buffer_bytes: the most of it; a call that needs more is done in
     rounds, each moving a share of every pair's rows.
@@ -117,7 +120,7 @@ class Communicator:
             "progress_timeout_s": progress_timeout_s,
             "debug": debug,
         }
-        settings, error, device = Settings(), None, None
+        settings, launched, error, device = Settings(), None, None, None
         self.rank = dist.get_rank(group)
         self.num_ranks = dist.get_world_size(group)
         try:
@@ -127,6 +130,9 @@ class Communicator:
             self.transport = transports.resolve(settings.transport)
             check_backend(settings.backend, self.transport)
             device = open_backend(settings.backend, self.transport)
+            properties = None if device is None else device.driver.properties()
+            launched = choose_parameters(self.transport.name, properties, settings.num_blocks)
+            settings = choose_settings(given, launched.defaults)
         except (TypeError, ValueError, FastkernError) as failure:
             error = shareable(failure)  # the other ranks must learn of it
             settings = Settings()
@@ -142,7 +148,7 @@ class Communicator:
             "max_buffer_bytes": settings.max_buffer_bytes,
         }
         try:
-            self._assemble(group, servers, settings, agreement, error, device)
+            self._assemble(group, servers, settings, launched, agreement, error, device)
         except BaseException:
             if device is not None:
                 device.close()
@@ -153,6 +159,7 @@ class Communicator:
         group: Any,
         servers: int | None,
         settings: Settings,
+        launched: LaunchParameters | None,
         agreement: dict[str, Any],
         error: Exception | None,
         device: DeviceBackend | None,
@@ -162,6 +169,7 @@ class Communicator:
             bootstrap.own_info(agreement, settings.local_world_size, error), group
         )
         self.agreement_hash = bootstrap.agreement_hash(infos)
+        assert launched is not None  # else there was an error, and all ranks have raised it
         if servers is None:
             num_servers, per_server = bootstrap.detect_servers(infos)
         else:
@@ -181,14 +189,15 @@ class Communicator:
         )
         options = RuntimeOptions(
             transport=self.transport,
-            num_blocks=settings.num_blocks,
+            num_blocks=launched.blocks.most,
+            num_lanes=launched.num_lanes,
             buffer_bytes=settings.buffer_bytes,
             entry_timeout_s=settings.entry_timeout_s or bootstrap.group_timeout_s(group),
             progress_timeout_s=settings.progress_timeout_s,
         )
         processes = [info.process for info in infos]
         self._runtime, moe = runtime_on(device, group, self.rank, self.topology, processes, options)
-        self._calls = CallRunner(self._runtime, self.rank, self.topology, settings)
+        self._calls = CallRunner(self._runtime, self.rank, self.topology, settings, launched.blocks)
         self._chunk_bytes = settings.chunk_bytes
         self.moe = MoeRunner(
             self._runtime,
@@ -197,6 +206,7 @@ class Communicator:
             self.topology,
             settings,
             secrets.randbits(63),
+            launched.blocks,
         )
         self.exchange_number = exchanges.register(self)
         self.turns = Turns(f"fastkern-{next(_numbers)}", self._runtime.fork)
@@ -210,13 +220,15 @@ class Communicator:
         output_split_sizes: list[int] | None = None,
         input_split_sizes: list[int] | None = None,
         async_op: bool = False,
+        *,
+        num_blocks: int | None = None,
     ) -> Work | None:
         """Send the k-th part of `input` to rank k; receive its part for this rank into `output`.
 
         output: [sum(output_split_sizes), ...], input: [sum(input_split_sizes), ...], tensors of one
         dtype, any strides; splits are rows along dimension 0, equal parts if not given.
         Received parts stand in rank order. With async_op, returns a Work; `output` is filled after
-        its wait().
+        its wait(). num_blocks: blocks of its launches, see Communicator.
 
         Raises ValueError or TypeError, the same on every rank and before any byte moves, for bad or
         disagreeing splits, dtypes and row widths; DeadlineError or PeerLostError when others fail.
@@ -231,6 +243,7 @@ class Communicator:
                 self.num_ranks,
                 self.device,
             )
+            call.num_blocks = self.moe.blocks.check(num_blocks)
         except Exception as error:  # the other ranks must learn of it
             call = error
         if async_op:
@@ -254,6 +267,7 @@ class Communicator:
         counts: RouteCounts | None = None,
         handle: Handle | None = None,
         out: torch.Tensor | Sequence[torch.Tensor] | None = None,
+        num_blocks: int | None = None,
     ) -> Dispatched:
         """Send each token to the ranks of its experts, once to each server.
 
@@ -268,7 +282,8 @@ class Communicator:
         wants zeros). num_max_tokens_per_rank: makes the number of rows the worst case for up to so
         many tokens, which is known beforehand. host_counts: False: no counts on the host.
         counts: those of all ranks, if the caller has them; spares their exchange. handle: routing
-        and plan of an earlier call; x may have other rows. out: where to receive into.
+        and plan of an earlier call; x may have other rows. out: where to receive into. num_blocks:
+        blocks of its launch, see Communicator; backward's exchanges for this call have as many.
 
         Returns recv_x [rows, ...] (a list if x is one), recv_topk_weights ([rows]; rank layout
         [rows, K], 0 for choices elsewhere; None without topk_weights), tokens_per_expert (int64
@@ -293,6 +308,7 @@ class Communicator:
             counts=counts,
             handle=handle,
             out=out,
+            num_blocks=num_blocks,
         )
 
     def combine(
@@ -303,13 +319,16 @@ class Communicator:
         bias: torch.Tensor | None = None,
         wire_dtype: torch.dtype | None = None,
         out: torch.Tensor | None = None,
+        *,
+        num_blocks: int | None = None,
     ) -> torch.Tensor:
         """Bring expert outputs back to their tokens, summed on the way: [T, ...].
 
         expert_out: [rows, ...] of float64, float32, bfloat16 or float16, with the rows of the
         handle's recv_x; rows may be of any width. weights: [rows], multiplied in where given, and
         only there. bias: [T, ...] or [...], added last. wire_dtype: of sums between servers,
-        expert_out's dtype (then each remote server's sum is rounded once) or float32.
+        expert_out's dtype (then each remote server's sum is rounded once) or float32. num_blocks:
+        as in `dispatch`.
 
         Sums are float32 (float64 for float64): per rank over choices in top-k order, per server
         over its ranks, then over servers, all in order; one rounding at the end. The result is the
@@ -318,7 +337,9 @@ class Communicator:
 
         Can be differentiated in expert_out, weights and bias. Raises as `dispatch` does.
         """
-        return moe_ops.combine(self, expert_out, handle, weights, bias, wire_dtype, out)
+        return moe_ops.combine(
+            self, expert_out, handle, weights, bias, wire_dtype, out, num_blocks=num_blocks
+        )
 
     def dispatch_start(self, *args: Any, **options: Any) -> Pending[Dispatched]:
         """`dispatch`, but return at once; `finish()` of the result waits and returns the same.

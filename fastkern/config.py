@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from .planner.api import POLICY_NAMES
@@ -20,6 +22,7 @@ _PREFIXES = {
     "rocshmem": ("ROCSHMEM_HOME",),
 }
 _MOST = 1 << 62
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -29,9 +32,10 @@ class Settings:
     FASTKERN_TRANSPORT: "shm" (default) or "shaped" for CPU tensors, "peer" for GPUs of one host.
     FASTKERN_BACKEND: "host", "cuda" or "hip"; by default what the transport needs.
     FASTKERN_POLICY: planner policy, "auto" by default.
-    FASTKERN_NUM_BLOCKS: blocks per launch; on the host 1 by default (ranks usually outnumber
-        cores), on a GPU a sixth of its processors.
-    FASTKERN_CHUNK_BYTES: size a put is cut into, bytes.
+    FASTKERN_NUM_BLOCKS: blocks per launch; by default as the tuning profile has it, see
+        FASTKERN_PROFILE.
+    FASTKERN_CHUNK_BYTES: size a put is cut into, bytes; by default as the profile has it, 131072
+        where it says nothing.
     FASTKERN_BUFFER_BYTES: staging and window reserved per rank at creation, bytes; grows when
     needed.
     FASTKERN_MAX_BUFFER_BYTES: the most staging and window per rank, 4 GiB; a call that needs more
@@ -121,9 +125,13 @@ def read_settings() -> Settings:
     return Settings(**_environment())
 
 
-def choose_settings(given: dict[str, Any]) -> Settings:
-    """The environment's settings with those given in code (not None) over them."""
-    return Settings(**{**_environment(), **{k: v for k, v in given.items() if v is not None}})
+def choose_settings(given: dict[str, Any], defaults: Mapping[str, Any] = _NOTHING) -> Settings:
+    """The environment's settings with those given in code (not None) over them.
+
+    defaults: for what neither of them says.
+    """
+    by_code = {k: v for k, v in given.items() if v is not None}
+    return Settings(**{**defaults, **_environment(), **by_code})
 
 
 def read_cache_dir() -> Path | None:
@@ -133,19 +141,43 @@ def read_cache_dir() -> Path | None:
     rule used where it is not installed: "fastkern" in XDG_CACHE_HOME if that is an absolute path,
     else in ~/.cache. Nothing is made here. Raises ValueError for a ~ that nothing is known of.
     """
-    given = os.environ.get("FASTKERN_CACHE_DIR", "").strip()
-    if given:
-        try:
-            return Path(given).expanduser().absolute()
-        except RuntimeError:
-            raise ValueError(f"FASTKERN_CACHE_DIR={given!r}: no such home folder") from None
+    return _named_path("FASTKERN_CACHE_DIR") or _user_folder("cache", "XDG_CACHE_HOME", "~/.cache")
+
+
+def read_profile_path() -> tuple[Path | None, bool]:
+    """The user's tuning profile, see fastkern.tuning; and whether FASTKERN_PROFILE names it.
+
+    FASTKERN_PROFILE: a file, which must be there; or "built-in" for no file, whatever there is. By
+    default tuning.json in the user's configuration folder for fastkern, found as read_cache_dir
+    finds its own (on Linux XDG_CONFIG_HOME, ~/.config); None where no home folder is known.
+    """
+    if os.environ.get("FASTKERN_PROFILE", "").strip() == "built-in":
+        return None, False
+    named = _named_path("FASTKERN_PROFILE")
+    if named is not None:
+        return named, True
+    folder = _user_folder("config", "XDG_CONFIG_HOME", "~/.config")
+    return None if folder is None else folder / "tuning.json", False
+
+
+def _named_path(variable: str) -> Path | None:
+    """The path that a variable holds. Raises ValueError for a ~ that nothing is known of."""
+    given = os.environ.get(variable, "").strip()
     try:
-        from platformdirs import user_cache_path
+        return Path(given).expanduser().absolute() if given else None
+    except RuntimeError:
+        raise ValueError(f"{variable}={given!r}: no such home folder") from None
+
+
+def _user_folder(kind: str, variable: str, usual: str) -> Path | None:
+    """fastkern's folder of a kind; None where no home folder is known."""
+    try:
+        import platformdirs
     except ImportError:
-        base = Path(os.environ.get("XDG_CACHE_HOME", "").strip())
-        found = (base if base.is_absolute() else Path("~/.cache")) / "fastkern"
+        base = Path(os.environ.get(variable, "").strip())
+        found = (base if base.is_absolute() else Path(usual)) / "fastkern"
     else:
-        found = user_cache_path("fastkern")
+        found = Path(getattr(platformdirs, f"user_{kind}_path")("fastkern"))
     try:
         found = found.expanduser()
     except RuntimeError:  # a user without a home

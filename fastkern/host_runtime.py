@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
@@ -48,12 +49,16 @@ class HostRuntime:
         self._data: _host.SharedMemory | None = None
         self._progress_ns = int(min(options.progress_timeout_s * 1e9, 2.0**62))
         per_kib = 1024e3  # picoseconds per KiB at 1 GB/s
-        shaped = options.transport.shaped
-        self._launch_options = _host.LaunchOptions(
-            num_blocks=options.num_blocks or 1,  # host ranks usually outnumber cores
-            transport=options.transport.name,
-            scale_up_ps_per_kib=round(per_kib / options.transport.scale_up_GBps) if shaped else 0,
-            scale_out_ps_per_kib=round(per_kib / options.transport.scale_out_GBps) if shaped else 0,
+        transport, shaped = options.transport, options.transport.shaped
+        self._num_blocks = options.num_blocks
+        self._launch_options = functools.cache(
+            functools.partial(
+                _host.LaunchOptions,
+                num_lanes=options.num_lanes,
+                transport=transport.name,
+                scale_up_ps_per_kib=round(per_kib / transport.scale_up_GBps) if shaped else 0,
+                scale_out_ps_per_kib=round(per_kib / transport.scale_out_GBps) if shaped else 0,
+            )
         )
         self._entry = Entry(
             group,
@@ -140,7 +145,14 @@ class HostRuntime:
         self._host.announce(generation, name, wanted if made is not None else 0, status)
         return made
 
-    def launch(self, table: StageTable, input_address: int, output_address: int, op: str) -> None:
+    def launch(
+        self,
+        table: StageTable,
+        input_address: int,
+        output_address: int,
+        op: str,
+        num_blocks: int | None = None,
+    ) -> None:
         """Run the kernel; raises DeadlineError when it was aborted."""
         epoch = self._begin(op)
         ended = self._host.launch(
@@ -149,17 +161,18 @@ class HostRuntime:
             output_address,
             epoch,
             self._progress_ns,
-            self._launch_options,
+            self._launch_options(num_blocks or self._num_blocks),
         )
         if not ended:
             self._entry.raise_aborted(op, self.call)
 
-    def launch_moe(self, table: StageTable, arguments: Any, op: str) -> None:
+    def launch_moe(
+        self, table: StageTable, arguments: Any, op: str, num_blocks: int | None = None
+    ) -> None:
         """Run the kernel of a dispatch or combine, as `launch`. arguments: _host.MoeArgs."""
         epoch = self._begin(op)
-        ended = self._host.launch_moe(
-            table.bytes, arguments, epoch, self._progress_ns, self._launch_options
-        )
+        options = self._launch_options(num_blocks or self._num_blocks)
+        ended = self._host.launch_moe(table.bytes, arguments, epoch, self._progress_ns, options)
         if not ended:
             self._entry.raise_aborted(op, self.call)
 

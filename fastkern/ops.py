@@ -62,6 +62,8 @@ def all_to_all_single(
     input_split_sizes: list[int] | None = None,
     group: Any = None,
     async_op: bool = False,
+    *,
+    num_blocks: int | None = None,
 ) -> Work | None:
     """As torch.distributed.all_to_all_single, for tensors of any dtype; see Communicator.
 
@@ -71,7 +73,7 @@ def all_to_all_single(
         warnings.warn("all_to_all_single on a group that this rank is not part of", stacklevel=2)
         return None
     return communicator_of(group).all_to_all_single(
-        output, input, output_split_sizes, input_split_sizes, async_op
+        output, input, output_split_sizes, input_split_sizes, async_op, num_blocks=num_blocks
     )
 
 

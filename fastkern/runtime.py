@@ -23,10 +23,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RuntimeOptions:
-    """What a runtime is made with; see Communicator. num_blocks: None: the runtime's default."""
+    """What a runtime is made with; see Communicator. num_blocks: the most of a launch.
+    num_lanes: of a block."""
 
     transport: Transport
-    num_blocks: int | None
+    num_blocks: int
+    num_lanes: int
     buffer_bytes: int
     entry_timeout_s: float
     progress_timeout_s: float
@@ -66,10 +68,22 @@ class Runtime(Protocol):
         Raises HeapMemoryError on every rank where there is not so much; smaller calls still work.
         """
 
-    def launch(self, table: StageTable, input_address: int, output_address: int, op: str) -> None:
-        """Run the kernel of an all-to-all. On a device it has only been started on return."""
+    def launch(
+        self,
+        table: StageTable,
+        input_address: int,
+        output_address: int,
+        op: str,
+        num_blocks: int | None = None,
+    ) -> None:
+        """Run the kernel of an all-to-all. On a device it has only been started on return.
 
-    def launch_moe(self, table: StageTable, arguments: Any, op: str) -> None:
+        num_blocks: up to the most that there are, which is the default; ranks may differ.
+        """
+
+    def launch_moe(
+        self, table: StageTable, arguments: Any, op: str, num_blocks: int | None = None
+    ) -> None:
         """Run the kernel of a dispatch or combine, as `launch`. arguments: see moe/backend.py."""
 
     def make_static(

@@ -19,6 +19,7 @@ class RowCall:
     source: contiguous tensor that the kernel reads; target: contiguous tensor that it writes,
     `output` itself or a stand-in that is copied into it. Both are made by `start`, when the call's
     turn has come. input_splits, output_splits: [W] rows. row_bytes: None without rows to measure.
+    num_blocks: of its launches; None: the usual number.
     """
 
     input: torch.Tensor
@@ -29,6 +30,7 @@ class RowCall:
     dtype: str
     source: torch.Tensor = field(init=False)
     target: torch.Tensor = field(init=False)
+    num_blocks: int | None = None
 
     def start(self) -> None:
         """Bring the input into row form; now, so that it sees what earlier calls delivered."""

@@ -209,6 +209,7 @@ class ReferenceExchange:
         meta: Tensor | None = None,
         out: Sequence[Tensor] | None = None,
         counts: Any = None,
+        num_blocks: int | None = None,
     ) -> DispatchResult:
         del counts  # they are in topk_idx
         parts = self._gather(list(xs), topk_idx, topk_weights)
@@ -245,6 +246,7 @@ class ReferenceExchange:
         bias: Tensor | None = None,
         wire_dtype: torch.dtype | None = None,
         out: Tensor | None = None,
+        num_blocks: int | None = None,
     ) -> Tensor:
         routing = self._routing(meta)
         if len(expert_out) != routing.num_rows(self.rank):

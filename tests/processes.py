@@ -45,8 +45,9 @@ class Pool:
 
     num_ranks: W. folder: where the group's store lies. Bodies are functions of a module's top
     level; they, their arguments and results are pickled. In a worker the default group is gloo
-    over loopback, PyTorch has one thread, and no FASTKERN_ or LOCAL_WORLD_SIZE variable is set;
-    communicators made by `fastkern.init` are closed after each case.
+    over loopback, PyTorch has one thread, and of the variables FASTKERN_ and LOCAL_WORLD_SIZE only
+    FASTKERN_PROFILE is set: no tuning profile of whoever runs the tests counts. Communicators made
+    by `fastkern.init` are closed after each case.
     """
 
     def __init__(self, num_ranks: int, folder: Path) -> None:
@@ -174,6 +175,7 @@ def _work(rank: int, num_ranks: int, store: str, connection: Connection) -> None
     """A worker's life: join the group, then run what comes until nothing does."""
     for name in [k for k in os.environ if k.startswith("FASTKERN_")] + ["LOCAL_WORLD_SIZE"]:
         os.environ.pop(name, None)
+    os.environ["FASTKERN_PROFILE"] = "built-in"
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     import torch

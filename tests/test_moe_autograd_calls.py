@@ -136,17 +136,32 @@ def checked_by_torch(rank: int, num_ranks: int, problem: Problem) -> list[str]:
         number, idx = comm.exchange_number, problem.topk_idx[rank]
         layout = problem.options.get("layout", "expert")
         most = problem.options.get("num_max_tokens_per_rank")
-        first = ([x], idx, weights, [], number, rank, num_ranks, 6, None, layout, 1, True, most)
+        first = (
+            [x],
+            idx,
+            weights,
+            [],
+            number,
+            rank,
+            num_ranks,
+            6,
+            None,
+            layout,
+            1,
+            True,
+            most,
+            None,
+        )
         check(operators.dispatch_op, first)  # no more: no two calls have equal handles
         recv, recv_weights, recv_idx, _, meta, anchor = operators.dispatch_op(*first)
-        again = ([x], weights, meta, anchor.detach(), recv_idx, number)
+        again = ([x], weights, meta, anchor.detach(), recv_idx, number, None)
         check(operators.dispatch_again_op, again, "test_aot_dispatch_dynamic")
         rows = recv.detach().requires_grad_()
         row_weights = recv_weights.detach().reshape(len(rows), -1)[:, 0].clone().requires_grad_()
         bias = torch.zeros(problem.hidden, dtype=x.dtype).requires_grad_()
         check(
             operators.combine_op,
-            (rows, row_weights, bias, meta, anchor.detach(), number, torch.float64),
+            (rows, row_weights, bias, meta, anchor.detach(), number, torch.float64, None),
             "test_aot_dispatch_dynamic",
         )
     return said

@@ -31,7 +31,7 @@ from ..stats import CallStats
 from ..turns import Fork, Turns
 from ..wait_records import abort_epoch, abort_origin, wait_record
 from .backend import DeviceBackend
-from .driver import DeviceProperties, DriverError
+from .driver import DriverError
 from .launch_ring import LaunchRing, Slot
 from .memory import SymmetricHeap
 from .moe_record import MoeRecord
@@ -48,16 +48,6 @@ from .watchdog import Watchdog
 log = logging.getLogger("fastkern")
 
 T = TypeVar("T")
-
-_PROCESSORS_PER_BLOCK = 6
-
-
-def default_num_blocks(properties: DeviceProperties) -> int:
-    """Blocks of a launch: one for each six processors (22 on an H200, 50 on an MI300X).
-
-    They saturate the links; the other processors go on computing.
-    """
-    return max(1, properties.num_processors // _PROCESSORS_PER_BLOCK)
 
 
 class DeviceRuntime:
@@ -79,9 +69,8 @@ class DeviceRuntime:
         self.device = backend.streams.device
         self.stats = CallStats(None)
         self.driver = backend.driver
-        properties = self.driver.properties()
-        self.num_blocks = options.num_blocks or default_num_blocks(properties)
-        self.num_lanes = min(512, properties.most_lanes)
+        self.num_blocks = options.num_blocks
+        self.num_lanes = options.num_lanes
         self._lock = threading.RLock()
         self._launched: deque[Slot] = deque()  # not yet looked at
         self._last: Slot | None = None
@@ -175,25 +164,39 @@ class DeviceRuntime:
         self.check()
         self._heap.grow(num_bytes)
 
-    def launch(self, table: StageTable, input_address: int, output_address: int, op: str) -> None:
+    def launch(
+        self,
+        table: StageTable,
+        input_address: int,
+        output_address: int,
+        op: str,
+        num_blocks: int | None = None,
+    ) -> None:
         """Start the kernel of an all-to-all."""
 
         def bind(block: PreparedLaunch) -> None:
             block.args["input"], block.args["output"] = input_address, output_address
 
-        self._launch("fastkern_exchange", table, bind, op)
+        self._launch("fastkern_exchange", table, bind, op, num_blocks)
 
-    def launch_moe(self, table: StageTable, arguments: Any, op: str) -> None:
+    def launch_moe(
+        self, table: StageTable, arguments: Any, op: str, num_blocks: int | None = None
+    ) -> None:
         """Start the kernel of a dispatch or combine. arguments: MoeRecord."""
         given: MoeRecord = arguments
 
         def bind(block: PreparedLaunch) -> None:
             block.moe[0] = given.record
 
-        self._launch(given.kernel, table, bind, op)
+        self._launch(given.kernel, table, bind, op, num_blocks)
 
     def _launch(
-        self, kernel: str, table: StageTable, bind: Callable[[PreparedLaunch], None], op: str
+        self,
+        kernel: str,
+        table: StageTable,
+        bind: Callable[[PreparedLaunch], None],
+        op: str,
+        num_blocks: int | None,
     ) -> None:
         entry, stream = self._entry, self.streams.current()
         function = self.kernels.get(kernel, self.num_lanes)
@@ -203,6 +206,7 @@ class DeviceRuntime:
             entry.epoch += 1
             slot.op, slot.call, slot.epoch = op, entry.call, entry.epoch
             block = slot.prepare(table)
+            block.set_num_blocks(num_blocks or self.num_blocks)
             bind(block)
             if self._last is not None:
                 self.driver.wait_event(stream, self._last.event)

@@ -26,7 +26,7 @@ ENTRY_OF = {
     "fastkern_static_enter": "static",
     "fastkern_static_values": "static",
 }
-_PERSISTENT = (
+PERSISTENT = (
     "fastkern_exchange",
     "fastkern_dispatch",
     "fastkern_combine",
@@ -34,7 +34,7 @@ _PERSISTENT = (
 )
 _STATIC = ("fastkern_static_direct", "fastkern_static_enter")
 # Lanes that step together (warp, wave): kernels that move rows or records run on whole ones.
-_TEAM_LANES = {"cuda": 32, "hip": 64}
+TEAM_LANES = {"cuda": 32, "hip": 64}
 
 
 def default_load(driver: Driver) -> Callable[[str], bytes]:
@@ -64,15 +64,15 @@ class Kernels:
         Raises ValueError where a persistent kernel's blocks do not fit the device all at once, or
         blocks are not whole warps or waves where they must be.
         """
-        team = _TEAM_LANES.get(self._driver.target, 1)
-        if name in (*_PERSISTENT, *_STATIC) and num_lanes % team:
+        team = TEAM_LANES.get(self._driver.target, 1)
+        if name in (*PERSISTENT, *_STATIC) and num_lanes % team:
             raise ValueError(f"num_lanes must be a multiple of {team}, not {num_lanes}")
         if name not in self._functions:
             entry = ENTRY_OF[name]
             if entry not in self._modules:
                 self._modules[entry] = self._driver.load_module(self._load(entry))
             function = self._driver.function(self._modules[entry], name)
-            if name in _PERSISTENT:
+            if name in PERSISTENT:
                 self._check_room(name, function, num_lanes)
             self._functions[name] = function
         return self._functions[name]

@@ -30,7 +30,8 @@ def _round_up(num_bytes: int) -> int:
 class CommonArgs:
     """What KernelArgs say alike in every launch of a cluster; addresses are the device's.
 
-    traces: per rank (events, count) addresses, empty without traces.
+    num_blocks: of each rank, unless a launch says otherwise. traces: per rank (events,
+    count) addresses, empty without traces.
     """
 
     controls: int
@@ -63,6 +64,7 @@ class PreparedLaunch:
         self.num_ranks = len(tables)
         self._driver = driver
         self._common = common
+        self._num_blocks = common.num_blocks
         self._room = [max(room_bytes, len(table.bytes)) for table in tables]
         args_bytes = self.num_ranks * KERNEL_ARGS.itemsize
         moe_bytes = self.num_ranks * MOE_ARGS.itemsize
@@ -117,6 +119,11 @@ class PreparedLaunch:
         for place, table in zip(self._places, tables, strict=True):
             self._view[place : place + len(table.bytes)] = table.bytes
 
+    def set_num_blocks(self, num_blocks: int) -> None:
+        """Blocks of each rank from the next launch on: as many as fit, see Kernels, or fewer."""
+        self._num_blocks = num_blocks
+        self.args["num_blocks"] = num_blocks
+
     def enqueue(self, function: Any, num_lanes: int, stream: int, num_ranks: int) -> None:
         """Bring the block over and start the blocks of the first num_ranks ranks."""
         self.enqueue_upload(stream)
@@ -128,7 +135,7 @@ class PreparedLaunch:
 
     def enqueue_kernel(self, function: Any, num_lanes: int, stream: int, num_ranks: int) -> None:
         """The kernel alone, on what was brought over before."""
-        blocks = self._common.num_blocks
+        blocks = self._num_blocks
         launch = new_record(
             LAUNCH_ARGS, ranks=self.address, num_ranks=num_ranks, blocks_per_rank=blocks
         )

@@ -16,6 +16,8 @@ Padding rows get zeros as gradients, and those that they get count nowhere. But 
 computes with padding which nobody wrote has it in its own weights' gradients, since 0 * NaN is NaN:
 zero_padding is for that.
 
+Backward's exchanges are launched with the num_blocks of the call that they belong to.
+
 A derivative of second order is refused.
 """
 
@@ -42,6 +44,7 @@ def dispatch_backward_op(
     exchange: int,
     num_tokens: int,
     topk: int,
+    num_blocks: int | None,
 ) -> list[Tensor]:
     """[T, ...] of each of the rows' gradients, then [T, K] of those of the weights.
 
@@ -56,7 +59,9 @@ def dispatch_backward_op(
         rows.append(torch.where(choice == columns, grad_weights.unsqueeze(1), 0))
     elif grad_weights is not None:
         rows.append(torch.where(recv_topk_idx >= 0, grad_weights, 0))
-    return [functions.combine_tensors(comm, r, meta, None, None, None, None) for r in rows]
+    return [
+        functions.combine_tensors(comm, r, meta, None, None, None, None, num_blocks) for r in rows
+    ]
 
 
 @dispatch_backward_op.register_fake
@@ -68,25 +73,26 @@ def _(
     exchange: int,
     num_tokens: int,
     topk: int,
+    num_blocks: int | None,
 ) -> list[Tensor]:
     made = [grad.new_empty(num_tokens, *grad.shape[1:]) for grad in grads]
     return made if grad_weights is None else [*made, grad_weights.new_empty(num_tokens, topk)]
 
 
 def dispatch_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    xs, topk_idx, topk_weights, counts, exchange, *_ = inputs
+    xs, topk_idx, topk_weights, counts, exchange, *_, num_blocks = inputs
     *recv, recv_topk_weights, recv_topk_idx, _, meta, _ = output
     received = (recv, recv_topk_weights, recv_topk_idx)
-    _setup(ctx, xs, topk_weights, received, meta, (exchange, *topk_idx.shape))
+    _setup(ctx, xs, topk_weights, received, meta, (exchange, *topk_idx.shape, num_blocks))
     ctx.num_counts = len(counts)
 
 
 def dispatch_again_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    xs, topk_weights, meta, sizes, recv_topk_idx, exchange = inputs
+    xs, topk_weights, meta, sizes, recv_topk_idx, exchange, num_blocks = inputs
     *recv, recv_topk_weights, _, _ = output
     topk = 0 if topk_weights is None else topk_weights.shape[1]
     received = (recv, recv_topk_weights, recv_topk_idx)
-    _setup(ctx, xs, topk_weights, received, meta, (exchange, sizes.shape[1], topk))
+    _setup(ctx, xs, topk_weights, received, meta, (exchange, sizes.shape[1], topk, num_blocks))
 
 
 def _setup(
@@ -95,7 +101,7 @@ def _setup(
     topk_weights: Tensor | None,
     received: tuple[list[Tensor], Tensor, Tensor],
     meta: Tensor,
-    numbers: tuple[int, int, int],
+    numbers: tuple[int, int, int, int | None],
 ) -> None:
     """Keep what the backward needs; received tensors require a gradient where those sent do."""
     recv, recv_topk_weights, recv_topk_idx = received
@@ -112,12 +118,12 @@ def _setup(
 
 def dispatch_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     of_xs, of_weights = _dispatch_backward(ctx, grads)
-    return of_xs, None, of_weights, [None] * ctx.num_counts, *[None] * 9
+    return of_xs, None, of_weights, [None] * ctx.num_counts, *[None] * 10
 
 
 def dispatch_again_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     of_xs, of_weights = _dispatch_backward(ctx, grads)
-    return of_xs, of_weights, *[None] * 4
+    return of_xs, of_weights, *[None] * 5
 
 
 def _dispatch_backward(
@@ -149,6 +155,7 @@ def combine_backward_op(
     meta: Tensor,
     anchor: Tensor,
     exchange: int,
+    num_blocks: int | None,
 ) -> list[Tensor]:
     """The gradients of expert_out [rows, ...], of weights [rows] and of bias, for those given.
 
@@ -156,7 +163,9 @@ def combine_backward_op(
     its gradient is wanted. anchor: see operators.dispatch_op.
     """
     comm, functions = lookup(exchange)
-    got = functions.dispatch_tensors(comm, [grad_out], None, None, None, meta, None, None)
+    got = functions.dispatch_tensors(
+        comm, [grad_out], None, None, None, meta, None, None, num_blocks
+    )
     grad_rows = got.recv[0]
     if got.recv_topk_idx is None:
         padding = functions.slot_choice(meta) < 0
@@ -195,6 +204,7 @@ def _(
     meta: Tensor,
     anchor: Tensor,
     exchange: int,
+    num_blocks: int | None,
 ) -> list[Tensor]:
     made = [grad_out.new_empty(anchor.shape[0], *grad_out.shape[1:])]
     if weights is not None and expert_out is not None:
@@ -203,7 +213,7 @@ def _(
 
 
 def combine_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    expert_out, weights, bias, meta, anchor, exchange, _ = inputs
+    expert_out, weights, bias, meta, anchor, exchange, _, num_blocks = inputs
     ctx.wants_weights = weights is not None and weights.requires_grad
     ctx.wants_bias = bias is not None and bias.requires_grad
     ctx.save_for_backward(
@@ -213,15 +223,15 @@ def combine_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         meta,
         anchor,
     )
-    ctx.exchange = exchange
+    ctx.numbers = (exchange, num_blocks)
 
 
 def combine_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    made = iter(combine_backward_op(grad, *ctx.saved_tensors, ctx.exchange))
+    made = iter(combine_backward_op(grad, *ctx.saved_tensors, *ctx.numbers))
     of_rows = next(made)
     of_weights = next(made) if ctx.wants_weights else None
     of_bias = next(made) if ctx.wants_bias else None
-    return of_rows, of_weights, of_bias, None, None, None, None
+    return of_rows, of_weights, of_bias, *[None] * 5
 
 
 # -- second order --------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ def dispatch_tensors(
     meta: torch.Tensor | None = None,
     out: Sequence[torch.Tensor] | None = None,
     counts: RouteCounts | Sequence[torch.Tensor] | None = None,
+    num_blocks: int | None = None,
 ) -> DispatchResult:
     """A dispatch; with `meta`, routing and plan of the call that made it."""
     runner: MoeRunner = comm.moe
@@ -43,6 +44,7 @@ def dispatch_tensors(
         call = prepare_dispatch(
             xs, topk_idx, topk_weights, options, info, meta, out, runner.num_ranks, runner.device
         )
+        call.num_blocks = runner.blocks.check(num_blocks)
     except Exception as error:  # the other ranks must learn of it
         call = error
     return take_turn(comm.turns, lambda: runner.dispatch(call, counts))
@@ -56,6 +58,7 @@ def combine_tensors(
     bias: torch.Tensor | None,
     wire_dtype: torch.dtype | None,
     out: torch.Tensor | None = None,
+    num_blocks: int | None = None,
 ) -> torch.Tensor:
     """A combine of the dispatch that made `meta`."""
     runner: MoeRunner = comm.moe
@@ -65,6 +68,7 @@ def combine_tensors(
         call = prepare_combine(
             expert_out, info, meta, weights, bias, wire_dtype, out, runner.device
         )
+        call.num_blocks = runner.blocks.check(num_blocks)
     except Exception as error:  # the other ranks must learn of it
         call = error
     return take_turn(comm.turns, lambda: runner.combine(call))

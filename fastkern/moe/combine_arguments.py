@@ -26,7 +26,8 @@ class CombineCall:
     """One rank's side of a combine, checked.
 
     expert_out: [rows, ...] contiguous. weights, bias: in a dtype that the kernel reads. width:
-    values of a row. kinds: of values, wire and bias, as the kernel numbers them.
+    values of a row. kinds: of values, wire and bias, as the kernel numbers them. num_blocks: of
+    its launch; None: the usual number.
     """
 
     expert_out: torch.Tensor
@@ -38,6 +39,7 @@ class CombineCall:
     out: torch.Tensor | None
     width: int
     kinds: tuple[int, int, int]
+    num_blocks: int | None = None
 
     @property
     def sum_bytes(self) -> int:

@@ -70,7 +70,7 @@ class DispatchCall:
     """One rank's side of a dispatch, checked.
 
     xs: [T, ...] contiguous. topk_idx: [T, K] contiguous, or None with a handle. weights: [T, K] or
-    None. out: given by the caller, or None.
+    None. out: given by the caller, or None. num_blocks: of its launch; None: the usual number.
     """
 
     xs: list[torch.Tensor]
@@ -82,6 +82,7 @@ class DispatchCall:
     num_tokens: int
     topk: int
     format: RowFormat
+    num_blocks: int | None = None
 
     @property
     def dtypes(self) -> str:

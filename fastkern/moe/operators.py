@@ -38,6 +38,7 @@ def dispatch_op(
     expert_alignment: int,
     zero_padding: bool,
     num_max_tokens_per_rank: int | None,
+    num_blocks: int | None,
 ) -> list[Tensor]:
     """recv of each x, recv_topk_weights, recv_topk_idx, tokens_per_expert, meta, anchor.
 
@@ -56,7 +57,7 @@ def dispatch_op(
         num_max_tokens_per_rank,
     )
     got = functions.dispatch_tensors(
-        comm, xs, topk_idx, topk_weights, options, None, None, counts or None
+        comm, xs, topk_idx, topk_weights, options, None, None, counts or None, num_blocks
     )
     nothing = topk_idx.new_empty(0)
     weights = nothing.float() if got.recv_topk_weights is None else got.recv_topk_weights
@@ -80,6 +81,7 @@ def _(
     expert_alignment: int,
     zero_padding: bool,
     num_max_tokens_per_rank: int | None,
+    num_blocks: int | None,
 ) -> list[Tensor]:
     keep_order(OVERLOADS)
     context = torch.library.get_ctx()
@@ -112,6 +114,7 @@ def dispatch_again_op(
     sizes: Tensor,
     recv_topk_idx: Tensor,
     exchange: int,
+    num_blocks: int | None,
 ) -> list[Tensor]:
     """recv of each x, recv_topk_weights, tokens_per_expert, anchor: an earlier call's routing.
 
@@ -119,7 +122,9 @@ def dispatch_again_op(
     the rank layout, else [0].
     """
     comm, functions = lookup(exchange)
-    got = functions.dispatch_tensors(comm, xs, None, topk_weights, None, meta, None, None)
+    got = functions.dispatch_tensors(
+        comm, xs, None, topk_weights, None, meta, None, None, num_blocks
+    )
     weights = sizes.new_empty(0) if got.recv_topk_weights is None else got.recv_topk_weights
     return [*got.recv, weights, got.tokens_per_expert, torch.empty_like(sizes)]
 
@@ -132,6 +137,7 @@ def _(
     sizes: Tensor,
     recv_topk_idx: Tensor,
     exchange: int,
+    num_blocks: int | None,
 ) -> list[Tensor]:
     keep_order(OVERLOADS)
     num_rows = sizes.shape[0]
@@ -153,11 +159,12 @@ def combine_op(
     anchor: Tensor,
     exchange: int,
     wire_dtype: torch.dtype | None,
+    num_blocks: int | None,
 ) -> Tensor:
     """The sums [T, ...] of the tokens; T is the anchor's."""
     comm, functions = lookup(exchange)
     result: Tensor = functions.combine_tensors(
-        comm, expert_out, meta, weights, bias, wire_dtype, None
+        comm, expert_out, meta, weights, bias, wire_dtype, None, num_blocks
     )
     return result
 
@@ -171,6 +178,7 @@ def _(
     anchor: Tensor,
     exchange: int,
     wire_dtype: torch.dtype | None,
+    num_blocks: int | None,
 ) -> Tensor:
     keep_order(OVERLOADS)
     return expert_out.new_empty(anchor.shape[1], *expert_out.shape[1:])

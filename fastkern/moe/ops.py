@@ -39,6 +39,7 @@ def dispatch(
     counts: RouteCounts | None = None,
     handle: Handle | None = None,
     out: Tensor | Sequence[Tensor] | None = None,
+    num_blocks: int | None = None,
 ) -> tuple[Any, Tensor | None, Tensor, Handle]:
     """recv_x, recv_topk_weights, tokens_per_expert, handle: see Communicator.dispatch.
 
@@ -61,14 +62,16 @@ def dispatch(
     given = (topk_idx, topk_weights, getattr(handle, "meta", None))
     tensors = _tensors(*xs, *(t for t in given if t is not None))
     carried = _carried(options, counts) if handle is None else None
+    launched = _is_number(num_blocks)
+    past = (comm, xs, topk_idx, topk_weights, options, counts, handle, outs, num_blocks)
     if outs is not None and not torch.compiler.is_compiling():
-        moved = _dispatch_past(comm, xs, topk_idx, topk_weights, options, counts, handle, outs)
-    elif carried is not None and tensors and isinstance(topk_idx, Tensor):
-        moved = _dispatch(comm, xs, topk_idx, topk_weights, *carried)
-    elif handle is not None and _reusable(handle, topk_idx, options) and tensors:
-        moved = _dispatch_again(comm, xs, topk_weights, handle)
+        moved = _dispatch_past(*past)
+    elif carried is not None and tensors and launched and isinstance(topk_idx, Tensor):
+        moved = _dispatch(comm, xs, topk_idx, topk_weights, *carried, num_blocks)
+    elif handle is not None and _reusable(handle, topk_idx, options) and tensors and launched:
+        moved = _dispatch_again(comm, xs, topk_weights, handle, num_blocks)
     else:
-        _dispatch_past(comm, xs, topk_idx, topk_weights, options, counts, handle, outs)
+        _dispatch_past(*past)
         raise TypeError("dispatch: an argument is of a type that it cannot take")
     recv, recv_topk_weights, tokens_per_expert, made = moved
     if outs is not None and torch.compiler.is_compiling():
@@ -86,6 +89,8 @@ def combine(
     bias: Tensor | None = None,
     wire_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
+    *,
+    num_blocks: int | None = None,
 ) -> Tensor:
     """The tokens' sums [T, ...]: see Communicator.combine; errors as those of `dispatch`."""
     check_compiler()
@@ -95,12 +100,13 @@ def combine(
         isinstance(handle, Handle)
         and _tensors(handle.meta, expert_out, *given)
         and isinstance(wire_dtype, (torch.dtype, type(None)))
+        and _is_number(num_blocks)
     )
     if not carried or (out is not None and not torch.compiler.is_compiling()):
         meta = getattr(handle, "meta", handle)
         with torch.no_grad():  # raises what is wrong, on all ranks
             past: Tensor = functions_of(comm).combine_tensors(
-                comm, expert_out, meta, weights, bias, wire_dtype, out
+                comm, expert_out, meta, weights, bias, wire_dtype, out, num_blocks
             )
         if not carried:
             raise TypeError("combine: an argument is of a type that it cannot take")
@@ -113,6 +119,7 @@ def combine(
         _anchor(comm, handle),
         comm.exchange_number,
         wire_dtype,
+        num_blocks,
     )
     return made if out is None else out.copy_(made)
 
@@ -130,6 +137,7 @@ def _dispatch(
     topk_weights: Tensor | None,
     options: tuple[Any, ...],
     counts: list[Tensor],
+    num_blocks: int | None,
 ) -> _Moved:
     *recv, weights, idx, tokens_per_expert, meta, anchor = dispatch_op(
         xs,
@@ -140,6 +148,7 @@ def _dispatch(
         comm.rank,
         comm.num_ranks,
         *options,
+        num_blocks,
     )
     made = Handle(meta, idx if idx.dim() == 2 else None)
     made.anchor = anchor
@@ -147,7 +156,11 @@ def _dispatch(
 
 
 def _dispatch_again(
-    comm: Any, xs: list[Tensor], topk_weights: Tensor | None, handle: Handle
+    comm: Any,
+    xs: list[Tensor],
+    topk_weights: Tensor | None,
+    handle: Handle,
+    num_blocks: int | None,
 ) -> _Moved:
     idx = handle.recv_topk_idx
     *recv, weights, tokens_per_expert, anchor = dispatch_again_op(
@@ -157,6 +170,7 @@ def _dispatch_again(
         _anchor(comm, handle).detach(),
         handle.meta.new_empty(0) if idx is None else idx,
         comm.exchange_number,
+        num_blocks,
     )
     made = Handle(handle.meta, idx)
     made.anchor = anchor
@@ -173,6 +187,7 @@ def _dispatch_past(
     counts: Any,
     handle: Any,
     outs: Any,
+    num_blocks: Any,
 ) -> _Moved:
     """Past the operators: into given tensors, or to raise what is wrong, on all ranks."""
     functions = functions_of(comm)
@@ -181,7 +196,9 @@ def _dispatch_past(
     if handle is None or options != _NO_OPTIONS:
         owners = tuple(owners) if isinstance(owners, list) else owners
         chosen = functions.DispatchOptions(num_experts, owners, *others)
-    got = functions.dispatch_tensors(comm, xs, topk_idx, topk_weights, chosen, meta, outs, counts)
+    got = functions.dispatch_tensors(
+        comm, xs, topk_idx, topk_weights, chosen, meta, outs, counts, num_blocks
+    )
     made = Handle(got.meta, got.recv_topk_idx)
     return got.recv, got.recv_topk_weights, got.tokens_per_expert, made
 
@@ -221,6 +238,17 @@ def _carried(options: tuple[Any, ...], counts: Any) -> tuple[Any, list[Tensor]] 
         return given, [torch.as_tensor(part) for part in parts]
     except (TypeError, ValueError, AttributeError):
         return None
+
+
+def _is_number(num_blocks: Any) -> bool:
+    """Whether an operator can take it; if it is too large or small, the call itself says so."""
+    if num_blocks is None:
+        return True
+    try:
+        _whole(num_blocks)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _whole(number: Any) -> int:

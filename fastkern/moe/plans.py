@@ -13,6 +13,7 @@ from ..config import Settings
 from ..planner import MoePlan, Policy, StageTable, Topology, plan_moe
 from ..runtime import Runtime
 from ..stats import CallStats
+from ..tuning.blocks import BlockCounts
 from .handle import array_of, header_of
 
 _PLANS_KEPT = 256
@@ -21,8 +22,11 @@ _PLANS_KEPT = 256
 class PlanKeeper:
     """Plans and launches for one rank's dispatches and combines."""
 
-    def __init__(self, runtime: Runtime, topology: Topology, settings: Settings) -> None:
+    def __init__(
+        self, runtime: Runtime, topology: Topology, settings: Settings, blocks: BlockCounts
+    ) -> None:
         self._runtime = runtime
+        self._blocks = blocks
         self._topology = topology
         self._settings = settings
         self._plans: OrderedDict[int, MoePlan] = OrderedDict()
@@ -65,8 +69,13 @@ class PlanKeeper:
         if len(self._plans) > _PLANS_KEPT:
             self._plans.popitem(last=False)
 
-    def launch(self, table: StageTable, arguments: Any, op: str) -> float:
-        """Reserve the heap, then run; returns when the heap was there."""
+    def launch(
+        self, table: StageTable, arguments: Any, op: str, num_blocks: int | None, num_bytes: int
+    ) -> float:
+        """Reserve the heap, then run; returns when the heap was there.
+
+        num_blocks: None: the usual number for a call in which this rank gives or gets num_bytes.
+        """
         need = max(1, table.data_layout().bytes)
         if need > self._settings.max_buffer_bytes:
             raise ValueError(
@@ -75,7 +84,8 @@ class PlanKeeper:
             )
         self._runtime.reserve(need)
         reserved = time.perf_counter()
-        self._runtime.launch_moe(table, arguments, op)
+        blocks = self._blocks.of(num_blocks, op, num_bytes)
+        self._runtime.launch_moe(table, arguments, op, blocks)
         return reserved
 
     def note(

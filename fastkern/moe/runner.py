@@ -14,6 +14,7 @@ from ..config import Settings
 from ..planner import Topology
 from ..records import OP_COMBINE, OP_DISPATCH, Words, agreed_bodies, encode_call
 from ..runtime import Runtime
+from ..tuning.blocks import BlockCounts
 from .backend import MoeBackend, Route
 from .combine_arguments import CombineCall
 from .counts import RouteCounts
@@ -48,6 +49,7 @@ class MoeRunner:
         topology: Topology,
         settings: Settings,
         tag: int,
+        blocks: BlockCounts,
     ) -> None:
         self.num_ranks = topology.num_ranks
         self.device = backend.device
@@ -56,7 +58,8 @@ class MoeRunner:
         self._rank = rank
         self._topology = topology
         self._tag = tag  # of the communicator, in its handles
-        self._plans = PlanKeeper(runtime, topology, settings)
+        self.blocks = blocks
+        self._plans = PlanKeeper(runtime, topology, settings, blocks)
 
     def own_handle(self, meta: Any) -> MetaInfo:
         """What a handle says; raises ValueError unless it is one of this communicator's, in use."""
@@ -188,7 +191,8 @@ class MoeRunner:
             weight_bytes=form.weight_bytes,
             index_output=0 if idx is None else idx.data_ptr(),
         )
-        reserved = self._plans.launch(table, arguments, "dispatch")
+        num_bytes = sum(max(x.nbytes, t.nbytes) for x, t in zip(call.xs, targets, strict=True))
+        reserved = self._plans.launch(table, arguments, "dispatch", call.num_blocks, num_bytes)
         for o, target in zip(given, targets, strict=True):
             if o is not None and o is not target:
                 o.copy_(target)
@@ -243,7 +247,8 @@ class MoeRunner:
             wire_kind=wire,
             bias_kind=bias,
         )
-        reserved = self._plans.launch(table, arguments, "combine")
+        num_bytes = max(call.expert_out.nbytes, result.nbytes)
+        reserved = self._plans.launch(table, arguments, "combine", call.num_blocks, num_bytes)
         self._plans.note(plan, begin, entered, planned, reserved)
         if call.out is not None and call.out is not result:
             call.out.copy_(result)

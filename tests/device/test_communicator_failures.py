@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from fastkern import Communicator, DeadlineError, PeerLostError, WaitRecord
-from fastkern.device.device_runtime import default_num_blocks
 from fastkern.device.driver import DeviceProperties
 from fastkern.device.host_driver import HostDriver
+from fastkern.tuning.choose import default_num_blocks
 from tests.device.communicators import (
     device_communicator,
     host_device,

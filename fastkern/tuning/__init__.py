@@ -1,0 +1,1 @@
+"""Launch parameters: how many blocks and lanes, how large chunks; measured, guessed or given."""

@@ -1,0 +1,127 @@
+"""What a search tries: candidates of launch parameters that a device can hold, calls by size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..device.driver import DeviceProperties, Driver
+from ..device.virtual_kernels import PERSISTENT, TEAM_LANES, Kernels, default_load
+from ..planner import Topology
+from ..planner.api import DEFAULT_CHUNK_BYTES
+from .choose import LANES_BY_DEFAULT, default_num_blocks
+from .profile import MOST_BLOCKS, OPERATIONS
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """A search, as asked for. Empty sequences: what suits the device.
+
+    topology: ranks, all on the one device. operations: of profile.OPERATIONS. sizes: of calls,
+    bytes that a rank gives or gets, powers of two. num_blocks, num_lanes, chunk_bytes: candidates.
+    rounds: measures of each. warm_ups: launches before them. seed: of routing and of the order.
+    """
+
+    topology: Topology
+    operations: Sequence[str] = OPERATIONS
+    sizes: Sequence[int] = ()
+    num_blocks: Sequence[int] = ()
+    num_lanes: Sequence[int] = ()
+    chunk_bytes: Sequence[int] = ()
+    rounds: int = 9
+    warm_ups: int = 2
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises ValueError naming what cannot be."""
+        for name, wrong in (
+            ("operations", [op for op in self.operations if op not in OPERATIONS]),
+            ("sizes", [n for n in self.sizes if not 1 <= n <= 1 << 40 or n & (n - 1)]),
+            ("num_blocks", [n for n in self.num_blocks if not 1 <= n <= MOST_BLOCKS]),
+            ("num_lanes", [n for n in self.num_lanes if n < 1]),
+            ("chunk_bytes", [n for n in self.chunk_bytes if n < 1]),
+            ("rounds", [self.rounds] if self.rounds < 1 else []),
+        ):
+            if wrong:
+                right = {
+                    "operations": f"be of {', '.join(OPERATIONS)}",
+                    "sizes": "be powers of two up to 2^40",
+                    "num_blocks": f"be 1 to {MOST_BLOCKS}",
+                }.get(name, "be at least 1")
+                raise ValueError(f"{name} must {right}, not {wrong[0]}")
+
+
+@dataclass(frozen=True, order=True)
+class Shape:
+    """What a cluster is made with: lanes of a block and chunks of puts."""
+
+    num_lanes: int
+    chunk_bytes: int
+
+
+@dataclass(frozen=True)
+class SearchSpace:
+    """Candidates that fit the device. blocks: for each number of lanes, ascending."""
+
+    blocks: dict[int, tuple[int, ...]]
+    chunk_bytes: tuple[int, ...]
+    sizes: tuple[int, ...]
+    left_out: tuple[str, ...]
+
+    @property
+    def shapes(self) -> list[Shape]:
+        """Every combination of lanes and chunks."""
+        return [Shape(lanes, chunk) for lanes in self.blocks for chunk in self.chunk_bytes]
+
+
+def search_space(driver: Driver, options: SearchOptions) -> SearchSpace:
+    """The candidates of a search on this device; those that do not fit are left out, by name.
+
+    Raises ValueError where none is left.
+    """
+    properties = driver.properties()
+    blocks: dict[int, tuple[int, ...]] = {}
+    left_out: list[str] = []
+    kernels = Kernels(driver, default_load(driver), options.topology.num_ranks, 1)
+    try:
+        for lanes in dict.fromkeys(options.num_lanes or _lanes(properties)):
+            most = _most_blocks(kernels, driver, properties, lanes)
+            wanted = sorted(set(options.num_blocks or _blocks(properties, most)))
+            fitting = tuple(n for n in wanted if n <= most)
+            if fitting:
+                blocks[lanes] = fitting
+            left_out += [f"{n} blocks of {lanes} lanes" for n in wanted if n > most]
+            if not most and not wanted:
+                left_out.append(f"blocks of {lanes} lanes")
+    finally:
+        kernels.close()
+    if not blocks:
+        raise ValueError(
+            f"nothing to measure: the device, {properties.name}, holds none of the candidates with "
+            f"{options.topology.num_ranks} ranks at once: {', '.join(left_out)}"
+        )
+    chunks = options.chunk_bytes or (DEFAULT_CHUNK_BYTES // 4, DEFAULT_CHUNK_BYTES, 1 << 19)
+    sizes = options.sizes or (1 << 14, 1 << 17, 1 << 20, 1 << 23)
+    return SearchSpace(blocks, tuple(sorted(set(chunks))), tuple(sorted(set(sizes))), (*left_out,))
+
+
+def _lanes(properties: DeviceProperties) -> list[int]:
+    most = min(LANES_BY_DEFAULT, properties.most_lanes)
+    return [lanes for lanes in (most // 4, most // 2, most) if lanes]
+
+
+def _blocks(properties: DeviceProperties, most: int) -> list[int]:
+    """Powers of two up to four times the default, which is among them, as many as fit."""
+    usual = default_num_blocks(properties)
+    powers = [1 << k for k in range(MOST_BLOCKS.bit_length()) if 1 << k <= 4 * usual]
+    return [n for n in {*powers, usual} if n <= most]
+
+
+def _most_blocks(
+    kernels: Kernels, driver: Driver, properties: DeviceProperties, num_lanes: int
+) -> int:
+    """Blocks per rank that the device holds of every kernel that calls are made of."""
+    most_lanes = min(LANES_BY_DEFAULT, properties.most_lanes)
+    if num_lanes > most_lanes or num_lanes % TEAM_LANES.get(driver.target, 1):
+        return 0
+    return min(MOST_BLOCKS, *(kernels.most_blocks(name, num_lanes) for name in PERSISTENT))

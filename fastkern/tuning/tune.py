@@ -1,0 +1,116 @@
+"""`fastkern tune`: a search on the device at hand, a table, a profile. Never on a live call.
+
+All ranks are on one device (the virtual cluster): what is measured are the kernels and that
+device's memory, not links. Good numbers of blocks and lanes carry over to ranks with a device each
+as far as memory and processors set the time; the table says what was measured.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..device.driver import Driver
+from ..device.open_driver import open_driver
+from ..errors import DeviceUnavailableError
+from ..planner.api import DEFAULT_CHUNK_BYTES
+from ..version import __version__
+from .choose import default_num_blocks
+from .profile import Profile
+from .search import Measured, measure
+from .search_space import SearchOptions, SearchSpace, Shape, search_space
+from .select import Chosen, select
+from .store import read_profiles, save_profile
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+
+def find_target() -> str:
+    """The kind of GPU that this PyTorch sees. Raises DeviceUnavailableError where there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise DeviceUnavailableError(
+            f"PyTorch {torch.__version__} sees no GPU; --driver host tries the search on the CPU"
+        )
+    return "hip" if torch.version.hip else "cuda"
+
+
+def run_tune(
+    target: str | None,
+    device: int,
+    transport: str,
+    options: SearchOptions,
+    path: Path,
+    console: Console,
+) -> Profile:
+    """Search, print what was found, and write it into the file at `path`.
+
+    target: "cuda", "hip" or "host"; None: the GPU that PyTorch sees. transport: what the profile is
+    for. Raises ValueError, FastkernError or DeviceUnavailableError; the file is then as it was.
+    """
+    if path.exists():
+        read_profiles(path)  # a file that cannot be added to is found before the work
+    driver = open_driver(target or find_target(), device)
+    try:
+        properties = driver.properties()
+        space = search_space(driver, options)
+        ranks = f"{options.topology.servers} x {options.topology.gpus_per_server} ranks"
+        console.print(f"{properties.name} ({properties.architecture}), {ranks} on this one device")
+        for text in space.left_out:
+            console.print(f"left out, does not fit: {text}")
+        with console.status("measuring") as status:
+            measures = measure(driver, space, options, lambda text: status.update(text))
+        chosen = select(measures)
+        console.print(table_of(driver, space, measures, chosen))
+        profile = Profile(
+            architecture=properties.architecture,
+            transport=transport,
+            device_name=properties.name,
+            measured=True,
+            measured_with=(
+                f"fastkern {__version__} tune, {driver.target} driver, virtual cluster of {ranks} "
+                f"on one device, medians of {options.rounds} interleaved rounds"
+            ),
+            measured_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            num_blocks=chosen.num_blocks,
+            num_lanes=chosen.shape.num_lanes,
+            chunk_bytes=chosen.shape.chunk_bytes,
+            operations=chosen.operations,
+        )
+    finally:
+        driver.close()
+    save_profile(path, profile)
+    console.print(
+        f"{chosen.num_blocks} blocks at most, {chosen.shape.num_lanes} lanes, chunks of "
+        f"{chosen.shape.chunk_bytes} bytes: written to {path}",
+        soft_wrap=True,
+    )
+    return profile
+
+
+def table_of(driver: Driver, space: SearchSpace, measures: list[Measured], chosen: Chosen) -> Table:
+    """What was chosen for each call, beside the untuned parameters where those were measured."""
+    from rich.table import Table
+
+    usual = default_num_blocks(driver.properties())
+    untuned = (Shape(max(space.blocks), DEFAULT_CHUNK_BYTES), usual)
+    times = {(m.op, m.size, m.shape, m.num_blocks): m.median_us for m in measures}
+    table = Table(title="Medians; links between devices are not in them")
+    for name in ("operation", "MB per rank", "blocks", "us", "GB/s per rank", "untuned us"):
+        first = name == "operation"
+        table.add_column(name, justify="left" if first else "right", no_wrap=first)
+    for (op, size), m in chosen.best.items():
+        before = times.get((op, size, *untuned))
+        table.add_row(
+            op,
+            f"{m.num_bytes / 1e6:.3f}",
+            str(m.num_blocks),
+            f"{m.median_us:.1f}",
+            f"{m.num_bytes / m.median_us / 1e3:.2f}",
+            "not measured" if before is None else f"{before:.1f}",
+        )
+    return table
