@@ -161,11 +161,13 @@ class Communicator:
             num_servers, per_server = bootstrap.detect_servers(infos)
         else:
             num_servers, per_server = bootstrap.given_servers(servers, self.num_ranks)
-        hosts = {info.host for info in infos}
-        if len(hosts) > 1 and not self.transport.capabilities.across_hosts:
+        hosts = [info.host for info in infos]
+        if len(set(hosts)) > 1 and not self.transport.capabilities.across_hosts:
             raise FastkernError(
-                f"transport {self.transport.name} works on one host, but ranks are on {len(hosts)}"
+                f"transport {self.transport.name} works on one host, but ranks are on "
+                f"{len(set(hosts))}"
             )
+        bootstrap.check_servers(hosts, num_servers)
         self.topology = Topology(
             servers=num_servers,
             gpus_per_server=per_server,
@@ -182,7 +184,9 @@ class Communicator:
             progress_timeout_s=settings.progress_timeout_s,
         )
         processes = [info.process for info in infos]
-        self._runtime, moe = runtime_on(device, group, self.rank, self.topology, processes, options)
+        self._runtime, moe = runtime_on(
+            device, group, self.rank, self.topology, processes, hosts, options
+        )
         self._calls = CallRunner(self._runtime, self.rank, self.topology, settings)
         self.moe = MoeRunner(
             self._runtime,

@@ -38,6 +38,7 @@ MOE_ARGS = DTYPES["MoeArgs"]
 KERNEL_ARGS = DTYPES["KernelArgs"]
 LAUNCH_ARGS = DTYPES["LaunchArgs"]
 ROUTE_ARGS = DTYPES["RouteArgs"]
+NETWORK_ARGS = DTYPES["NetworkArgs"]
 
 
 def offset_of(dtype: np.dtype[Any], field: str) -> int:

@@ -30,7 +30,8 @@ def _round_up(num_bytes: int) -> int:
 class CommonArgs:
     """What KernelArgs say alike in every launch of a cluster; addresses are the device's.
 
-    traces: per rank (events, count) addresses, empty without traces.
+    network: NetworkArgs of a transport between servers, or 0. traces: per rank (events, count)
+    addresses, empty without traces.
     """
 
     controls: int
@@ -40,6 +41,7 @@ class CommonArgs:
     num_blocks: int
     traces: Sequence[tuple[int, int]]
     trace_capacity: int
+    network: int = 0
 
 
 class PreparedLaunch:
@@ -94,6 +96,7 @@ class PreparedLaunch:
             controls=common.controls,
             flags=common.flags,
             data=common.data,
+            network=common.network,
             moe=self.address + moe_at + rank * MOE_ARGS.itemsize,
             progress_ns=common.progress_ns,
             num_blocks=common.num_blocks,
