@@ -231,6 +231,13 @@ class Entry:
         if self.host.abort_word():
             self.raise_aborted(self.op, self.call)
 
+    def check_hosts(self) -> None:
+        """As `check`, and ask whether a rank of another host has given up, which takes a while."""
+        if self.link is not None and (told := self.link.aborted()) is not None:
+            self.host.abort_all(told[0])
+            self._break(DeadlineError(f"{self.op}: rank {told[1]} has left"))
+        self.check()
+
     def guarded(self, body: Callable[[], T]) -> T:
         """Errors that all ranks meet alike pass; any other means that this rank leaves alone."""
         try:

@@ -48,6 +48,8 @@ def backend_name(backend: Any, transport: Transport) -> str:
         return backend if isinstance(backend, str) else f"driver of {backend.target}"
     if not transport.device:
         return "host"
+    if transport.name in KINDS:
+        return KINDS[transport.name].target
     return "hip" if torch.version.hip else "cuda"
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..entry import Entry
+from ..errors import FastkernError
 from ..heap import ProcessIdentity
 from ..host_link import HostLink
 from ..planner import Topology
@@ -72,15 +73,30 @@ def make_parts(
         link=link if len(set(hosts)) > 1 else None,
     )
     made.callback(entry.close)
-    network: Network | None = None
-    if kind is not None and link is not None:
-        timeout_s = options.entry_timeout_s
-        setting = Setting(driver, entry, link, rank, topology, DEFAULT_CHUNK_SLOTS, timeout_s)
-        network = kind.make(setting)
-        network.start()
-        _tell_of_kernels(network, entry, kernels, made)
-    slots = flag_slots(topology.servers, topology.gpus_per_server, DEFAULT_CHUNK_SLOTS)
-    heap = SymmetricHeap(driver, entry, slots, _RECORD_BYTES, options.buffer_bytes, network, link)
+    try:
+        network = None
+        if kind is not None and link is not None:
+            setting = Setting(
+                driver,
+                entry,
+                entry.check_hosts,
+                link,
+                rank,
+                topology,
+                DEFAULT_CHUNK_SLOTS,
+                options.entry_timeout_s,
+            )
+            network = kind.make(setting)
+            network.start()
+            _tell_of_kernels(network, entry, kernels, made)
+        slots = flag_slots(topology.servers, topology.gpus_per_server, DEFAULT_CHUNK_SLOTS)
+        size = options.buffer_bytes
+        heap = SymmetricHeap(driver, entry, slots, _RECORD_BYTES, size, network, link)
+    except FastkernError:  # on all ranks alike
+        raise
+    except BaseException as error:  # of this rank alone: the others wait for it
+        entry.fail(error)
+        raise
     made.callback(lambda: backend.keep_open_unless(heap.close()))
     return DeviceParts(kernels, entry, heap, 0 if network is None else network.args)
 

@@ -62,12 +62,14 @@ class Network(PeerMemory, Protocol):
 
 @dataclass(frozen=True)
 class Setting:
-    """What a network is made for. group: of torch.distributed, or a Meeting. link: between hosts,
-    which are one or more. chunk_slots: of the flags, as kernels count them. timeout_s: for each
-    step that waits for other ranks."""
+    """What a network is made for. group: of torch.distributed, or a Meeting. check: raises where
+    another rank has left the set-up altogether. link: between hosts, which are one or more.
+    chunk_slots: of the flags, as kernels count them. timeout_s: for each step that waits for other
+    ranks."""
 
     driver: Driver
     group: Any
+    check: Callable[[], None]
     link: HostLink
     rank: int
     topology: Topology
@@ -106,6 +108,7 @@ class Steps:
             limit_s = setting.timeout_s * _SHARE_OF_DEADLINE
             end = time.monotonic() + limit_s
             while not running.done.wait(_LOOK_S):
+                setting.check()
                 if setting.link.failed(step):
                     raise FollowedError("another rank has failed in it")
                 if time.monotonic() > end:

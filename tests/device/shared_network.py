@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -25,26 +26,67 @@ from fastkern.device.transfer import upload
 from tests.device.communicators import host_device
 
 TRANSPORT = "nccl_gin"  # in whose place it stands
+_PATIENCE_S = 20.0  # of the library, as a thread of it stays behind
+
+
+class Exchange:
+    """What a made-up library has its network for: all ranks' values, through the store."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._setting = setting
+        self._count = 0
+
+    def __call__(self, content: bytes) -> list[bytes]:
+        self._count += 1
+        store = self._setting.link._store
+        keys = [f"lib-{self._count}-{r}" for r in range(self._setting.topology.num_ranks)]
+        store.set(keys[self._setting.rank], content)
+        end = time.monotonic() + _PATIENCE_S
+        while not store.check(keys):
+            assert time.monotonic() < end, "the library waited in vain"
+            time.sleep(1e-3)
+        return [bytes(store.get(key)) for key in keys]
+
+
+class Mapped:
+    """Memory of a rank's device that all ranks have mapped: bases by rank; table: their addresses,
+    on the device."""
+
+    def __init__(self, setting: Setting, exchange: Exchange, own: int) -> None:
+        driver = self._driver = setting.driver
+        self._rank = setting.rank
+        handles = exchange(driver.export_memory(own))
+        self.bases = [
+            own if r == setting.rank else driver.open_memory(handle)
+            for r, handle in enumerate(handles)
+        ]
+        self.table = driver.allocate(8 * len(handles), coherent=False)
+        upload(driver, self.table, np.array(self.bases, dtype=np.uint64).tobytes())
+
+    def close(self) -> None:
+        for rank, base in enumerate(self.bases):
+            if rank != self._rank:
+                self._driver.close_memory(base)
+        self._driver.free(self.table)
+        self.bases, self.table = [], 0
 
 
 class SharedNetwork(LibraryNetwork):
-    """Ranks in reverse order, so that ranks and the library's numbers differ."""
+    """See above."""
 
     name = "the shared network"
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        self._num_shared = 0
+        self._exchange = Exchange(setting)
         self.told: list[Any] = []  # modules that are loaded
 
     def start_library(self) -> Sequence[int]:
         self.steps.collective("start of the shared network", lambda: self._exchange(b"here"))
-        return list(reversed(range(self.setting.topology.num_ranks)))
+        return range(self.setting.topology.num_ranks)
 
     def fill_record(self) -> None:
-        size = 8 * self.setting.topology.num_ranks
-        self.record["window"] = self.keep(bytes(size))
-        self.record["data_window"] = self.keep(bytes(size))
+        """Nothing besides the heap."""
 
     def after_load(self, module: Any) -> None:
         assert module.loaded
@@ -54,43 +96,24 @@ class SharedNetwork(LibraryNetwork):
         assert module.loaded
         self.told.remove(module)
 
-    def _exchange(self, content: bytes) -> list[bytes]:
-        """What all ranks give, through the store, which is what a library has its network for."""
-        self._num_shared += 1
-        store = self.setting.link._store
-        ranks = range(self.setting.topology.num_ranks)
-        store.set(f"shared-{self._num_shared}-{self.setting.rank}", content)
-        return [bytes(store.get(f"shared-{self._num_shared}-{rank}")) for rank in ranks]
-
     def allocate(self, region: PeerRegion, num_bytes: int) -> None:
         region.own = self.setting.driver.allocate(num_bytes, coherent=True)
 
     def share(self, region: PeerRegion, num_bytes: int) -> None:
-        driver, own = self.setting.driver, self.setting.rank
-        handles = self._exchange(driver.export_memory(region.own))
-        opened = {r: driver.open_memory(h) for r, h in enumerate(handles) if r != own}
-        region.kept.append(opened)
+        region.kept.append(Mapped(self.setting, self._exchange, region.own))
 
     def mapped(self, region: PeerRegion, rank: int) -> int:
-        return int(region.kept[0][rank])
-
-    def unmap(self, region: PeerRegion) -> None:
-        super().unmap(region)
-        for opened in region.kept:
-            while opened:
-                self.setting.driver.close_memory(opened.popitem()[1])
+        return int(region.kept[0].bases[rank])
 
     def release(self, region: PeerRegion) -> None:
-        self.unmap(region)
+        for mapped in region.kept:
+            mapped.close()
         self.setting.driver.free(region.own)
 
     def place_in_record(self, control: PeerRegion, data: PeerRegion) -> None:
         self.record["heap"] = control.own
-        for name, region in (("window", control), ("data_window", data)):
-            bases = {**region.kept[0], self.setting.rank: region.own}
-            words = [bases[rank] for rank in reversed(range(len(bases)))]
-            content = np.array(words, dtype=np.uint64).tobytes()
-            upload(self.setting.driver, int(self.record[name]), content)
+        self.record["window"] = control.kept[0].table
+        self.record["data_window"] = data.kept[0].table
 
 
 @functools.cache
@@ -119,11 +142,14 @@ def hosts_of(rank: int, ranks_per_host: int, make: Any = SharedNetwork) -> Itera
 
 @contextmanager
 def network_communicator(
-    servers: int, make: Any = SharedNetwork, **options: Any
+    servers: int, make: Any = SharedNetwork, memory_bytes: int | None = None, **options: Any
 ) -> Iterator[Communicator]:
-    """A communicator of all ranks, each server a host of its own; nothing of it may be left."""
+    """A communicator of all ranks, each server a host of its own; nothing of it may be left.
+
+    memory_bytes: what this rank's device has.
+    """
     ranks = dist.get_world_size()
-    with host_device() as driver, hosts_of(dist.get_rank(), ranks // servers, make):
+    with host_device(memory_bytes) as driver, hosts_of(dist.get_rank(), ranks // servers, make):
         with Communicator(**on_network(driver, servers, options)) as comm:
             yield comm
         dist.barrier()  # all have left, so what could not be freed before can be now
