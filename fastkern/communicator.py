@@ -81,6 +81,14 @@ class Communicator:
     gave up first, at the next call, or check(), of every rank, and a line in the log before that;
     outputs then hold anything. A rank's time begins when its kernel does: where streams of ranks
     lag behind one another, progress_timeout_s must be more than that.
+
+    Between servers. Ranks of a server are on one host and map each other's memory; rows between
+    servers go through the transport's library, which the communicator sets up (with one server
+    there is nothing to set up, and any transport between devices does). Ranks meet on the host
+    through the store of torch.distributed. NVSHMEM and rocSHMEM start once in a process, so that
+    all communicators over them must be of the same ranks, and none can be made after a rank has
+    died. What the last kernel of a closed communicator has used is freed when all ranks have closed
+    it. Compiled and set up in tests, with made-up libraries; never run on GPUs.
     """
 
     def __init__(

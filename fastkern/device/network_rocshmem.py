@@ -48,7 +48,10 @@ class Rocshmem:
         return int(self._binding.rocshmem_n_pes())
 
     def malloc(self, num_bytes: int) -> int:
-        return int(self._binding.rocshmem_malloc(num_bytes))
+        try:
+            return int(self._binding.rocshmem_malloc(num_bytes))
+        except RuntimeError:  # what the binding makes of a null pointer
+            return 0
 
     def free(self, address: int) -> None:
         self._binding.rocshmem_free(address)
@@ -59,6 +62,7 @@ class Rocshmem:
     def module_init(self, module: Any) -> None:
         if status := self._binding.rocshmem_hipmodule_init(int(module)):
             raise RuntimeError(f"rocshmem_hipmodule_init returned {status}")
+        self._binding.hip_device_synchronize()  # it copies in a stream of its own
 
     def module_finalize(self, module: Any) -> None:
         """rocSHMEM has no counterpart."""

@@ -73,13 +73,13 @@ class ShmemSession:
 
     def __init__(self, library: Shmem) -> None:
         self.library = library
-        self.num_allocated = 0
+        self.num_allocations = 0
         self.retired: dict[int, int] = {}  # addresses by number, which wait to be freed
 
-    def allocated(self) -> int:
-        """The number of an allocation that all ranks have just made."""
-        self.num_allocated += 1
-        return self.num_allocated
+    def next_allocation(self) -> int:
+        """The number of an allocation that all ranks try, whatever becomes of it on one of them."""
+        self.num_allocations += 1
+        return self.num_allocations
 
 
 class ShmemNetwork(LibraryNetwork):
@@ -160,17 +160,13 @@ class ShmemNetwork(LibraryNetwork):
         self.steps.collective(f"memory of {self.name}", release)
 
     def share(self, region: PeerRegion, num_bytes: int) -> None:
-        text = f"{num_bytes} bytes: {self._library.heap_setting}"
-        try:
-            with library_call(f"{self.name}'s malloc"):
-                address = self._library.malloc(num_bytes)
-        except FastkernError as error:
-            raise DeviceMemoryError(
-                f"{self.name}'s malloc", "failed", f"{error}; {text}"
-            ) from error
+        number = self._session.next_allocation()
+        with library_call(f"{self.name}'s malloc"):
+            address = self._library.malloc(num_bytes)
         if not address:
+            text = f"{num_bytes} bytes: {self._library.heap_setting}"
             raise DeviceMemoryError(f"{self.name}'s malloc", "no memory", text)
-        region.kept.append(self._session.allocated())
+        region.kept.append(number)
         region.own = address
         if address % _ALIGNMENT:
             raise FastkernError(f"{self.name}'s malloc: {address:#x} is not a multiple of 256")
