@@ -3,16 +3,21 @@ device: ranks as processes, results compared bit by bit."""
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from fastkern import Communicator
+from fastkern.device.memory import release_leftovers
 from tests.conftest import SharedPools
 from tests.device.communicator_cases import call_once, check_step
-from tests.device.shared_network import network_communicator
+from tests.device.communicators import host_device
+from tests.device.shared_network import hosts_of, network_communicator, on_network
+from tests.device.test_communicator_failures import exchange
 from tests.device.virtual_cases import DTYPES, POLICIES
 from tests.processes import Pool
 from tests.reference import random_traffic
@@ -79,3 +84,22 @@ def in_rounds(rank: int, ranks: int) -> None:
 
 def test_a_call_in_rounds(four: Pool) -> None:
     four.run(in_rounds)
+
+
+def closed_one_by_one(rank: int, ranks: int) -> None:
+    """What another host may still write to stays until it has closed too."""
+    with host_device() as driver, hosts_of(rank, ranks // 2):
+        comm = Communicator(**on_network(driver, 2, {}))
+        exchange(comm)
+        if rank == 0:
+            comm.close()
+            time.sleep(0.2)
+            assert release_leftovers() == 1
+        dist.barrier()
+        comm.close()
+        dist.barrier()
+        assert release_leftovers() == 0
+
+
+def test_closed_one_by_one(shared_pools: SharedPools) -> None:
+    shared_pools.pool(2).run(closed_one_by_one)
