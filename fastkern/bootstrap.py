@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import torch
 import torch.distributed as dist
 
-from .errors import AgreementError
+from .errors import AgreementError, FastkernError
 from .heap import ProcessIdentity, own_identity
 
 log = logging.getLogger("fastkern")
@@ -79,6 +79,14 @@ def gather(value: T, group: Any) -> list[T]:
     return values
 
 
+def default_store() -> Any:
+    """The store through which the processes of torch.distributed found one another.
+
+    PyTorch has no public name for it, but builds every group of its own with it.
+    """
+    return dist.distributed_c10d._get_default_store()
+
+
 def agreement_hash(infos: Sequence[RankInfo]) -> str:
     """A hash of what all ranks share; raises AgreementError, on every rank, where they differ."""
     for rank, info in enumerate(infos):
@@ -124,6 +132,18 @@ def given_servers(servers: int, num_ranks: int) -> tuple[int, int]:
     if servers < 1 or num_ranks % servers:
         raise ValueError(f"servers={servers!r} does not divide the group's {num_ranks} ranks")
     return servers, num_ranks // servers
+
+
+def check_servers(hosts: Sequence[str], servers: int) -> None:
+    """Raise FastkernError where ranks of one server are on several hosts. hosts: of each rank."""
+    per_server = len(hosts) // servers
+    for server in range(servers):
+        names = set(hosts[server * per_server :][:per_server])
+        if len(names) > 1:
+            raise FastkernError(
+                f"the ranks of server {server}, {per_server} of {len(hosts)}, are on {len(names)} "
+                "hosts: servers= must be a multiple of the number of hosts"
+            )
 
 
 def group_timeout_s(group: Any) -> float:

@@ -89,6 +89,14 @@ class Communicator:
     gave up first, at the next call, or check(), of every rank, and a line in the log before that;
     outputs then hold anything. A rank's time begins when its kernel does: where streams of ranks
     lag behind one another, progress_timeout_s must be more than that.
+
+    Between servers. Ranks of a server are on one host and map each other's memory; rows between
+    servers go through the transport's library, which the communicator sets up (with one server
+    there is nothing to set up, and any transport between devices does). Ranks meet on the host
+    through the store of torch.distributed. NVSHMEM and rocSHMEM start once in a process, so that
+    all communicators over them must be of the same ranks, and none can be made after a rank has
+    died. What the last kernel of a closed communicator has used is freed when all ranks have closed
+    it. Compiled and set up in tests, with made-up libraries; never run on GPUs.
     """
 
     def __init__(
@@ -174,11 +182,13 @@ class Communicator:
             num_servers, per_server = bootstrap.detect_servers(infos)
         else:
             num_servers, per_server = bootstrap.given_servers(servers, self.num_ranks)
-        hosts = {info.host for info in infos}
-        if len(hosts) > 1 and not self.transport.capabilities.across_hosts:
+        hosts = [info.host for info in infos]
+        if len(set(hosts)) > 1 and not self.transport.capabilities.across_hosts:
             raise FastkernError(
-                f"transport {self.transport.name} works on one host, but ranks are on {len(hosts)}"
+                f"transport {self.transport.name} works on one host, but ranks are on "
+                f"{len(set(hosts))}"
             )
+        bootstrap.check_servers(hosts, num_servers)
         self.topology = Topology(
             servers=num_servers,
             gpus_per_server=per_server,
@@ -196,7 +206,9 @@ class Communicator:
             progress_timeout_s=settings.progress_timeout_s,
         )
         processes = [info.process for info in infos]
-        self._runtime, moe = runtime_on(device, group, self.rank, self.topology, processes, options)
+        self._runtime, moe = runtime_on(
+            device, group, self.rank, self.topology, processes, hosts, options
+        )
         self._calls = CallRunner(self._runtime, self.rank, self.topology, settings, launched.blocks)
         self._chunk_bytes = settings.chunk_bytes
         self.moe = MoeRunner(
@@ -389,7 +401,7 @@ class Communicator:
         xs = [x] if isinstance(x, torch.Tensor) else list(x)
         shape: StaticShape | Exception
         try:
-            if self.transport.capabilities.across_hosts:
+            if self.transport.capabilities.across_hosts and self.topology.servers > 1:
                 raise ValueError(
                     f"static_exchange: works over peer, where ranks map each other's memory, not "
                     f"{self.transport.name}"

@@ -2,11 +2,13 @@
 
 A segment of POSIX shared memory holds a record of each rank (records.py), an abort word and the
 words of the heap's growth. Nothing here needs a device, or waits for one: kernels that move the
-rows may run on the host or on GPUs.
+rows may run on the host or on GPUs. Where ranks are on several hosts, each host has a segment with
+room for all ranks, and a HostLink brings the words of the others there.
 """
 
 from __future__ import annotations
 
+import logging
 import pickle
 import time
 from collections.abc import Callable, Sequence
@@ -23,9 +25,12 @@ from .errors import (
     WaitRecord,
 )
 from .heap import ProcessIdentity, fresh_name, remove_leftovers
+from .host_link import Carrier, HostLink
 from .kernels import _host
 from .records import Words, record_words
 from .wait_records import abort_origin, wait_record
+
+log = logging.getLogger("fastkern")
 
 T = TypeVar("T")
 
@@ -37,7 +42,8 @@ class Entry:
     """One rank's side. Calls count from 1; all ranks count alike.
 
     processes: of each rank. timeout_s: the entry deadline. num_slots: flags of each rank, for
-    kernels on the host.
+    kernels on the host. link: to the ranks of other hosts, where there are any; a rank that dies
+    there is missed at the deadline, and one that is missing there stands for all of its host.
 
     call: entered so far. epoch: of the last launch, which the runtime counts: calls in rounds
     launch more than once. op: of the last launch. host: the segment's words, of kernels on the host
@@ -53,6 +59,7 @@ class Entry:
         processes: Sequence[ProcessIdentity],
         timeout_s: float,
         num_slots: int = 1,
+        link: HostLink | None = None,
     ) -> None:
         self.rank = rank
         self.num_ranks = num_ranks
@@ -66,19 +73,27 @@ class Entry:
         self._timeout_s = timeout_s
         self._found: Exception | None = None  # and raised to nobody yet
         self._broken: Exception | None = None
+        self.link = link
+        self._local = list(range(num_ranks)) if link is None else link.local_ranks
         self._control = self._make_control(group, num_slots)
-        self.host = _host.HostRank(
-            rank, num_ranks, num_slots, record_words(num_ranks) * 8, self._control
-        )
+        self.host = self._host_rank(rank, num_slots)
+        self._carrier: Carrier | None = None
+        if link is not None and link.leads:
+            self._carrier = Carrier(link, self.host, lambda r: self._host_rank(r, num_slots))
+
+    def _host_rank(self, rank: int, num_slots: int) -> _host.HostRank:
+        record_bytes = record_words(self.num_ranks) * 8
+        return _host.HostRank(rank, self.num_ranks, num_slots, record_bytes, self._control)
 
     def _make_control(self, group: Any, num_slots: int) -> _host.SharedMemory:
-        """Rank 0 makes the control segment, all map it, rank 0 removes its name."""
+        """A host's first rank makes the control segment, all there map it, it removes the name."""
+        first = self._local[0]
         num_bytes = self.num_ranks * _host.control_bytes(
             self.num_ranks, num_slots, record_words(self.num_ranks) * 8
         )
         segment: _host.SharedMemory | None = None
         name, error = "", ""
-        if self.rank == 0:
+        if self.rank == first:
             remove_leftovers()
             name = fresh_name()
             try:
@@ -86,8 +101,8 @@ class Entry:
             except RuntimeError as failure:
                 error = str(failure)
         try:
-            name, error = bootstrap.gather((name, error), group)[0]
-            if not error and self.rank != 0:
+            name, error = bootstrap.gather((name, error), group)[first]
+            if not error and self.rank != first:
                 try:
                     segment = _host.SharedMemory(name, num_bytes, create=False)
                 except RuntimeError as failure:
@@ -116,7 +131,7 @@ class Entry:
         self.host.post_record(meeting, record.view(np.uint8))
         try:
             self.wait(
-                lambda: self.host.await_records(meeting, _SLICE_NS),
+                lambda: self._await_records(meeting, len(record)),
                 lambda: self.host.missing_records(meeting),
                 op,
                 "not entered by",
@@ -124,7 +139,21 @@ class Entry:
         except BaseException as error:  # an interrupt, say: the others have our record, not us
             self.fail(error)
             raise
-        records: Words = np.empty((self.num_ranks, len(record)), dtype=np.uint64)
+        return self._read_records(meeting, len(record))
+
+    def _await_records(self, meeting: int, num_words: int) -> str:
+        if self._carrier is None:
+            return self.host.await_records(meeting, _SLICE_NS)
+
+        def read() -> Words:
+            return self._read_records(meeting, num_words)
+
+        self._carrier.advance(meeting, read, _SLICE_NS * 1e-9)
+        return self.host.await_records(meeting, 0)
+
+    def _read_records(self, meeting: int, num_words: int) -> Words:
+        """As they are here: of ranks that are missing, something else."""
+        records: Words = np.empty((self.num_ranks, num_words), dtype=np.uint64)
         self.host.read_records(meeting, records.reshape(-1).view(np.uint8))
         return records
 
@@ -202,6 +231,13 @@ class Entry:
         if self.host.abort_word():
             self.raise_aborted(self.op, self.call)
 
+    def check_hosts(self) -> None:
+        """As `check`, and ask whether a rank of another host has given up, which takes a while."""
+        if self.link is not None and (told := self.link.aborted()) is not None:
+            self.host.abort_all(told[0])
+            self._break(DeadlineError(f"{self.op}: rank {told[1]} has left"))
+        self.check()
+
     def guarded(self, body: Callable[[], T]) -> T:
         """Errors that all ranks meet alike pass; any other means that this rank leaves alone."""
         try:
@@ -223,7 +259,7 @@ class Entry:
         if self._broken is not None or self._found is not None:
             return False
         self._found = error
-        self.host.abort_all(self.epoch)
+        self._tell_all()
         return True
 
     def raise_aborted(self, op: str, call: int) -> NoReturn:
@@ -240,11 +276,20 @@ class Entry:
         """Let go of the segment; every later `check` raises."""
         self._broken = self._broken or FastkernError("closed")
         self.find_record = self.stop_kernels = None
+        self._carrier = None
         del self.host
         del self._control
 
-    def _abort(self) -> None:
+    def _tell_all(self) -> None:
         self.host.abort_all(self.epoch)
+        if self.link is not None:
+            try:
+                self.link.abort(self.epoch, self.rank)
+            except FastkernError as error:  # they find out at their deadline
+                log.warning("telling other hosts that rank %d has left: %s", self.rank, error)
+
+    def _abort(self) -> None:
+        self._tell_all()
         if self.stop_kernels is not None:
             self.stop_kernels()
 
@@ -253,7 +298,7 @@ class Entry:
         raise error
 
     def _lost(self, ranks: Sequence[int]) -> list[int]:
-        return [r for r in ranks if not self._processes[r].alive()]
+        return [r for r in ranks if r in self._local and not self._processes[r].alive()]
 
     def _break_if_lost(self, ranks: Sequence[int], text: str) -> None:
         if lost := self._lost(ranks):

@@ -20,15 +20,19 @@ def runtime_on(
     rank: int,
     topology: Topology,
     processes: Sequence[ProcessIdentity],
+    hosts: Sequence[str],
     options: RuntimeOptions,
 ) -> tuple[Runtime, MoeBackend]:
-    """The runtime, and what dispatch and combine need beside it. device: None for the host."""
+    """The runtime, and what dispatch and combine need beside it. device: None for the host.
+
+    processes, hosts: of each rank.
+    """
     if device is None:
         return HostRuntime(group, rank, topology, processes, options), HostMoe(rank, topology)
     from .device.device_moe import DeviceMoe  # only now: the host does without
     from .device.device_runtime import DeviceRuntime
 
-    runtime = DeviceRuntime(group, rank, topology, processes, options, device)
+    runtime = DeviceRuntime(group, rank, topology, processes, hosts, options, device)
     return runtime, DeviceMoe(runtime, topology)
 
 

@@ -18,6 +18,11 @@ def abort_epoch(word: int) -> int:
     return word >> VALUE_BITS
 
 
+def abort_word(epoch: int, origin: int) -> int:
+    """The abort word that a rank writes in a launch."""
+    return epoch << VALUE_BITS | origin + 1
+
+
 def wait_record(op: str, call: int, rank: int, fields: Any) -> WaitRecord:
     """From an ErrorRecord's fields by name (kernels/body/args.h), which `rank` has written."""
     return WaitRecord(

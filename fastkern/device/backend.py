@@ -10,6 +10,7 @@ import torch
 from ..errors import DeviceUnavailableError
 from ..transports import Transport
 from .driver import Driver
+from .networks import KINDS, NetworkKind
 from .open_driver import open_driver
 from .streams import HostStreams, StreamOrder, TorchStreams
 
@@ -18,11 +19,13 @@ _MEMBERS = ("target", "device", "launch", "resident_blocks")  # of a Driver, to 
 
 @dataclass
 class DeviceBackend:
-    """owned: the driver is closed with the backend, unless memory stays that only it can free."""
+    """owned: the driver is closed with the backend, unless memory stays that only it can free.
+    network: what puts between servers; None: one server is all there can be."""
 
     driver: Driver
     streams: StreamOrder
     owned: bool
+    network: NetworkKind | None = None
     closed: bool = False
 
     def keep_open_unless(self, freed: bool) -> None:
@@ -45,6 +48,8 @@ def backend_name(backend: Any, transport: Transport) -> str:
         return backend if isinstance(backend, str) else f"driver of {backend.target}"
     if not transport.device:
         return "host"
+    if transport.name in KINDS:
+        return KINDS[transport.name].target
     return "hip" if torch.version.hip else "cuda"
 
 
@@ -55,8 +60,6 @@ def check_backend(backend: Any, transport: Transport) -> None:
         if missing:
             raise TypeError(f"backend must be a name or a Driver, not {backend!r}")
     on_device = backend_name(backend, transport) != "host"
-    if transport.device and transport.name != "peer":
-        raise ValueError(f"a communicator works over shm, shaped and peer, not {transport.name}")
     if on_device and not transport.device:
         raise ValueError(
             f"backend {backend_name(backend, transport)} needs a transport between devices, peer, "
@@ -64,22 +67,31 @@ def check_backend(backend: Any, transport: Transport) -> None:
         )
     if transport.device and not on_device:
         raise ValueError(f"transport {transport.name} is between devices, backend is host")
+    if transport.device and transport.name != "peer":
+        name = backend_name(backend, transport)
+        target = name if isinstance(backend, (str, type(None))) else backend.target
+        if target != KINDS[transport.name].target:
+            wanted = KINDS[transport.name].target
+            raise ValueError(f"transport {transport.name} is for {wanted}, and backend is {name}")
 
 
 def open_backend(backend: Any, transport: Transport) -> DeviceBackend | None:
     """The device that tensors are on; None for the host. What `check_backend` has let pass.
 
-    Raises DeviceUnavailableError saying what is missing.
+    Raises DeviceUnavailableError saying what is missing, of the transport's library too.
     """
     name = backend_name(backend, transport)
     if name == "host":
         return None
+    network = None if transport.name == "peer" else KINDS[transport.name]
+    if network is not None:
+        network.check()
     if not isinstance(backend, (str, type(None))):
-        return DeviceBackend(backend, _streams_of(backend), owned=False)
+        return DeviceBackend(backend, _streams_of(backend), owned=False, network=network)
     available = torch.cuda.is_available()
     driver = open_driver(name, torch.cuda.current_device() if available else 0)
     try:
-        return DeviceBackend(driver, _streams_of(driver), owned=True)
+        return DeviceBackend(driver, _streams_of(driver), owned=True, network=network)
     except BaseException:
         driver.close()
         raise

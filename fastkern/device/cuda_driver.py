@@ -23,7 +23,8 @@ from __future__ import annotations
 import ctypes
 import importlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from ..errors import DeviceUnavailableError
@@ -100,6 +101,16 @@ class CudaDriver:
 
     def properties(self) -> DeviceProperties:
         return self._properties
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        if self._closed:
+            raise DriverError("cuCtxPushCurrent", "the driver is closed")
+        self._outside("cuCtxPushCurrent", self._context)
+        try:
+            yield
+        finally:
+            self._outside("cuCtxPopCurrent")
 
     # -- memory ------------------------------------------------------------------------------------
 
@@ -250,11 +261,8 @@ class CudaDriver:
             raise DriverError(name, "the driver is closed")
         if int(self._outside("cuCtxGetCurrent")[0]) == int(self._context):
             return self._outside(name, *arguments)
-        self._outside("cuCtxPushCurrent", self._context)
-        try:
+        with self.current():
             return self._outside(name, *arguments)
-        finally:
-            self._outside("cuCtxPopCurrent")
 
     def _outside(self, name: str, *arguments: Any) -> tuple[Any, ...]:
         """As `_call`, in whatever context is current."""

@@ -23,24 +23,23 @@ from ..errors import DeadlineError, FastkernError, WaitRecord
 from ..heap import ProcessIdentity
 from ..moe.static_shape import StaticShape
 from ..planner import StageTable, Topology
-from ..planner.api import DEFAULT_CHUNK_SLOTS
-from ..planner.table import VALUE_BITS, flag_slots
+from ..planner.table import VALUE_BITS
 from ..records import Words
 from ..runtime import RuntimeOptions
 from ..stats import CallStats
 from ..turns import Fork, Turns
 from ..wait_records import abort_epoch, abort_origin, wait_record
 from .backend import DeviceBackend
+from .device_parts import make_parts
 from .driver import DriverError
 from .launch_ring import LaunchRing, Slot
 from .memory import SymmetricHeap
 from .moe_record import MoeRecord
 from .records import CONTROL, offset_of
 from .static_exchange import StaticExchange
-from .together import logged, together
+from .together import logged
 from .transfer import download, own_stream, pinned
 from .virtual_errors import RECORD_WRITTEN, control_record
-from .virtual_kernels import ENTRY_OF, Kernels, default_load
 from .virtual_launch import CommonArgs, PreparedLaunch
 from .virtual_memory import host_view
 from .watchdog import Watchdog
@@ -60,6 +59,7 @@ class DeviceRuntime:
         rank: int,
         topology: Topology,
         processes: Sequence[ProcessIdentity],
+        hosts: Sequence[str],
         options: RuntimeOptions,
         backend: DeviceBackend,
     ) -> None:
@@ -82,15 +82,20 @@ class DeviceRuntime:
         self.entry_ns = int(min(options.entry_timeout_s * 1e9, 2.0**62))
         with ExitStack() as made:
             made.callback(backend.close)
-            self.kernels = Kernels(self.driver, default_load(self.driver), 1, self.num_blocks)
-            made.callback(self.kernels.close)
-            together(group, "loading of the kernels", self._load_kernels)
-            self._entry = Entry(group, rank, topology.num_ranks, processes, options.entry_timeout_s)
-            made.callback(self._entry.close)
+            parts = make_parts(
+                made,
+                backend,
+                group,
+                rank,
+                topology,
+                processes,
+                hosts,
+                options,
+                self.num_blocks,
+                self.num_lanes,
+            )
+            self.kernels, self._entry, self._heap = parts.kernels, parts.entry, parts.heap
             self._entry.find_record, self._entry.stop_kernels = self._find_record, self._stop
-            slots = flag_slots(topology.servers, topology.gpus_per_server, DEFAULT_CHUNK_SLOTS)
-            self._heap = SymmetricHeap(self.driver, self._entry, slots, 8, options.buffer_bytes)
-            made.callback(lambda: self.freed(self._heap.close()))
             common = CommonArgs(
                 controls=self._heap.controls_table,
                 flags=self._heap.flags_table,
@@ -99,15 +104,12 @@ class DeviceRuntime:
                 num_blocks=self.num_blocks,
                 traces=[],
                 trace_capacity=0,
+                network=parts.network_args,
             )
             self._ring = LaunchRing(self.driver, common, rank)
             made.callback(self._ring.close)
             self._watchdog = Watchdog(self, options.progress_timeout_s, f"fastkern-watchdog-{rank}")
             self._owned = made.pop_all()
-
-    def _load_kernels(self) -> None:
-        for name in ENTRY_OF:
-            self.kernels.get(name, self.num_lanes)
 
     @property
     def call(self) -> int:
@@ -315,6 +317,8 @@ class DeviceRuntime:
     def _record_of(self, word: int, op: str, call: int) -> WaitRecord | None:
         """What the rank that wrote an abort word has left, as mapped here."""
         origin = abort_origin(word)
+        if not self._heap.control_address(origin):  # on another server: nothing is read from there
+            return None
         fields = self._control_of(origin)["record"]
         if int(fields["state"]) != RECORD_WRITTEN:
             return None
@@ -345,7 +349,8 @@ class DeviceRuntime:
         with pinned(self.driver, 8) as word, own_stream(self.driver) as stream:
             host_view(word, 8).view(np.uint64)[0] = self.epoch << VALUE_BITS | self.rank + 1
             for rank in range(self.num_ranks):
-                self.driver.copy(heap.control_address(rank) + offset, word, 8, stream)
+                if base := heap.control_address(rank):  # kernels tell other servers
+                    self.driver.copy(base + offset, word, 8, stream)
 
     # -- end ---------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ launched later.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -60,6 +61,9 @@ class Driver(Protocol):
 
     def properties(self) -> DeviceProperties:
         """Of this device."""
+
+    def current(self) -> AbstractContextManager[None]:
+        """Within, the device is the calling thread's current one, for libraries that go by it."""
 
     # -- memory: zeroed by nobody; addresses are valid on the device and in copies ----------------
 

@@ -22,6 +22,8 @@ import ctypes
 import importlib
 import inspect
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from ..errors import DeviceUnavailableError
@@ -86,6 +88,19 @@ class HipDriver:
 
     def properties(self) -> DeviceProperties:
         return self._properties
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        if self._closed:
+            raise DriverError("hipSetDevice", "the driver is closed")
+        (current,) = self._outside("hipGetDevice")
+        if current != self.device:
+            self._outside("hipSetDevice", self.device)
+        try:
+            yield
+        finally:
+            if current != self.device:
+                self._outside("hipSetDevice", current)
 
     # -- memory ------------------------------------------------------------------------------------
 
@@ -237,14 +252,8 @@ class HipDriver:
         """What the function returns after its status, called with this device as the current."""
         if self._closed:
             raise DriverError(name, "the driver is closed")
-        (current,) = self._outside("hipGetDevice")
-        if current == self.device:
+        with self.current():
             return self._outside(name, *arguments)
-        self._outside("hipSetDevice", self.device)
-        try:
-            return self._outside(name, *arguments)
-        finally:
-            self._outside("hipSetDevice", current)
 
     def _outside(self, name: str, *arguments: Any) -> tuple[Any, ...]:
         """As `_call`, with whatever device is current."""

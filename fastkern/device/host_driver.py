@@ -15,6 +15,7 @@ import logging
 import os
 import platform
 import threading
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import numpy as np
@@ -87,6 +88,9 @@ class HostDriver:
 
     def properties(self) -> DeviceProperties:
         return self._properties
+
+    def current(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     # -- memory ------------------------------------------------------------------------------------
 

@@ -13,8 +13,9 @@ How memory is shared (`PeerMemory`), and why:
   (fabric handles) and gives multicast addresses, which our kernels do not use yet. Only CUDA, an
   interface that PyTorch calls private, and all ranks must be in reach: the choice for such domains,
   where the caller asks for it.
-- nvshmem4py allocates from a heap of its own, sized at start, on NVIDIA only, and cannot start
-  again after a death: it comes with the transport of that name, not here.
+- Libraries of networks between servers put only into memory that they have allocated or
+  registered: their memory comes with the transport (network.py), control and data as two pieces,
+  and their own pointers map what is in the server.
 - cuda.core's virtual memory is good at growth in place, but leaves the passing of file descriptors
   between processes to us, and has no AMD counterpart.
 
@@ -23,6 +24,7 @@ every rank that has mapped it has let go: in `grow` after a barrier, since all r
 `close` without one, since a rank may have died in between: each rank sets a word when it has let go
 of its peers' memory (presence.py), and frees its own when all words are set or their processes
 gone. What cannot be freed yet is kept, and `release_leftovers` or a later heap's steps free it.
+Then the provider itself is closed.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ import numpy as np
 
 from .. import bootstrap
 from ..errors import FastkernError
+from ..host_link import HostLink
 from ..kernels import _host
 from .driver import Driver
 from .peer_memory import IpcPeerMemory, PeerMemory, PeerRegion
@@ -56,10 +59,11 @@ class SymmetricHeap:
     Made, grown and closed by all ranks of `group`, the first two together. group: of
     torch.distributed, or a bootstrap.Meeting. num_slots: flags per rank (`flag_slots`).
     record_bytes: payload of a rank's record. data_bytes: staging and window of each rank at first,
-    rounded up to 2 MiB. provider: how memory is shared, `IpcPeerMemory` if not given.
+    rounded up to 2 MiB. provider: how memory is shared, `IpcPeerMemory` if not given; it belongs to
+    the heap from here on. link: to ranks of other hosts, where the provider reaches them.
 
     Control words are zero before any peer has mapped them, and nobody zeroes them later. Ranks that
-    cannot be mapped (on other hosts) have null addresses: a network transport serves them.
+    cannot be mapped (on other servers) have null addresses: a network transport serves them.
 
     Raises HeapMemoryError or FastkernError, the same on every rank; then nothing is left allocated.
     """
@@ -72,6 +76,7 @@ class SymmetricHeap:
         record_bytes: int,
         data_bytes: int,
         provider: PeerMemory | None = None,
+        link: HostLink | None = None,
     ) -> None:
         release_leftovers()
         self.rank = bootstrap.rank_of(group)
@@ -81,13 +86,18 @@ class SymmetricHeap:
         self._driver = driver
         self._group = group
         self._closed = False
-        infos = bootstrap.gather(bootstrap.own_info({}, None), group)
-        hosts, processes = [i.host for i in infos], [i.process for i in infos]
-        self._presence = Presence(group, hosts, processes)
-        self._provider = provider or IpcPeerMemory(driver, group, self._presence.local_ranks)
         self._tables = 0
         self._control: PeerRegion | None = None
         self._data: PeerRegion | None = None
+        try:
+            infos = bootstrap.gather(bootstrap.own_info({}, None), group)
+            hosts, processes = [i.host for i in infos], [i.process for i in infos]
+            self._presence = Presence(group, hosts, processes, link)
+        except BaseException:
+            if provider is not None:
+                logged("closing the heap", provider.close)
+            raise
+        self._provider = provider or IpcPeerMemory(driver, group, self._presence.local_ranks)
         try:
             together(group, "allocation of the heap", self._allocate_tables)
             self._control = self._provider.open(self.layout["bytes"], zero=True)
@@ -112,6 +122,7 @@ class SymmetricHeap:
             self._provider.free(region)
         if self._tables:
             logged("closing the heap", partial(self._driver.free, self._tables))
+        logged("closing the heap", self._provider.close)
         self._closed = True
 
     # -- growth ------------------------------------------------------------------------------------
@@ -157,6 +168,9 @@ class SymmetricHeap:
             self._data = None
 
     def _upload_tables(self) -> None:
+        assert self._control is not None
+        assert self._data is not None
+        self._provider.place(self._control, self._data)
         rows = [self.control_address, self.flags_address, self.data_address]
         words = [[row(rank) for rank in range(self.num_ranks)] for row in rows]
         upload(self._driver, self._tables, np.array(words, dtype=np.uint64).tobytes())
@@ -199,6 +213,7 @@ class SymmetricHeap:
             if region is not None:
                 self._provider.free(region)
         self._data = self._control = None
+        logged("closing the heap", self._provider.close)
         return True
 
     # -- addresses ---------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
 """Memory that each rank allocates and its peers map, and how it is shared: by the drivers' own
-handles. See memory.py for the choice.
+handles. See memory.py for the choice; networks bring memory of their own (network.py).
 """
 
 from __future__ import annotations
@@ -47,6 +47,12 @@ class PeerMemory(Protocol):
 
     def free(self, region: PeerRegion) -> None:
         """Free this rank's memory, failures being logged. Its peers have let go of it, or died."""
+
+    def place(self, control: PeerRegion, data: PeerRegion) -> None:
+        """Where a heap's parts lie from here on; between kernels. Raises FastkernError."""
+
+    def close(self) -> None:
+        """Nothing is left to free, and no kernel runs: let go of what regions need."""
 
 
 class IpcPeerMemory:
@@ -108,3 +114,9 @@ class IpcPeerMemory:
         own, region.own = region.own, 0
         if own:
             logged("release of the heap", partial(self._driver.free, own))
+
+    def place(self, control: PeerRegion, data: PeerRegion) -> None:
+        """Addresses are all that kernels need."""
+
+    def close(self) -> None:
+        """Nothing is held but regions."""

@@ -41,6 +41,7 @@ ROUTE_ARGS = DTYPES["RouteArgs"]
 STATIC_VALUES = DTYPES["StaticValues"]
 STATIC_ARGS = DTYPES["StaticArgs"]
 STATIC_LAUNCH = DTYPES["StaticLaunch"]
+NETWORK_ARGS = DTYPES["NetworkArgs"]
 
 
 def offset_of(dtype: np.dtype[Any], field: str) -> int:

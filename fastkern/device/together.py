@@ -15,13 +15,19 @@ log = logging.getLogger("fastkern")
 T = TypeVar("T")
 
 
+class FollowedError(FastkernError):
+    """A step was given up because another rank had failed in it, whose error is the one to tell."""
+
+
 @dataclass(frozen=True)
 class _Answer:
-    """What a rank's step returned, or why it failed; memory: there was too little."""
+    """What a rank's step returned, or why it failed; memory: there was too little; followed: only
+    because another rank had failed."""
 
     value: Any
     error: str = ""
     memory: bool = False
+    followed: bool = False
 
 
 def together(group: Any, what: str, step: Callable[[], T]) -> list[T]:
@@ -35,12 +41,14 @@ def together(group: Any, what: str, step: Callable[[], T]) -> list[T]:
         answer = _Answer(step())
     except Exception as error:
         failure = error
-        answer = _Answer(None, str(error) or repr(error), isinstance(error, MemoryError))
+        text, memory = str(error) or repr(error), isinstance(error, MemoryError)
+        answer = _Answer(None, text, memory, isinstance(error, FollowedError))
     answers = bootstrap.gather(answer, group)
-    for rank, given in enumerate(answers):
-        if given.error:
-            kind = HeapMemoryError if given.memory else FastkernError
-            raise kind(f"{what}, rank {rank}: {given.error}") from failure
+    failed = [(given.followed, rank) for rank, given in enumerate(answers) if given.error]
+    if failed:
+        _, rank = min(failed)
+        kind = HeapMemoryError if answers[rank].memory else FastkernError
+        raise kind(f"{what}, rank {rank}: {answers[rank].error}") from failure
     return [given.value for given in answers]
 
 

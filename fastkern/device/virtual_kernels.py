@@ -12,6 +12,7 @@ from typing import Any
 
 from .compile import compile_entry
 from .driver import Driver
+from .sources import image_name
 
 # Kernels by the entry that holds them, see kernels/entry.
 ENTRY_OF = {
@@ -37,20 +38,31 @@ _STATIC = ("fastkern_static_direct", "fastkern_static_enter")
 TEAM_LANES = {"cuda": 32, "hip": 64}
 
 
-def default_load(driver: Driver) -> Callable[[str], bytes]:
+def default_load(driver: Driver, transport: str = "peer") -> Callable[[str], bytes]:
     """Images compiled for the driver's device, through the cache of compiled kernels."""
     if driver.target == "host":
         return lambda entry: b""  # the host target is part of the package
     architecture = driver.properties().architecture
-    return functools.partial(compile_entry, target=driver.target, arch=architecture)
+    return functools.partial(
+        compile_entry, target=driver.target, arch=architecture, transport=transport
+    )
 
 
 class Kernels:
-    """Functions by name. load: the compiled image of an entry ("exchange", ...)."""
+    """Functions by name. load: the compiled image of an entry ("exchange", ...).
+
+    transport: what moves rows. Between servers it has one image for all entries that do.
+    """
 
     def __init__(
-        self, driver: Driver, load: Callable[[str], bytes], num_ranks: int, num_blocks: int
+        self,
+        driver: Driver,
+        load: Callable[[str], bytes],
+        num_ranks: int,
+        num_blocks: int,
+        transport: str = "peer",
     ) -> None:
+        self._transport = transport
         self._driver = driver
         self._load = load
         self._num_ranks = num_ranks
@@ -68,21 +80,23 @@ class Kernels:
         if name in (*PERSISTENT, *_STATIC) and num_lanes % team:
             raise ValueError(f"num_lanes must be a multiple of {team}, not {num_lanes}")
         if name not in self._functions:
-            entry = ENTRY_OF[name]
-            if entry not in self._modules:
-                self._modules[entry] = self._driver.load_module(self._load(entry))
-            function = self._driver.function(self._modules[entry], name)
+            function = self._driver.function(self.module_of(name), name)
             if name in PERSISTENT:
                 self._check_room(name, function, num_lanes)
             self._functions[name] = function
         return self._functions[name]
 
+    def module_of(self, name: str) -> Any:
+        """The driver's module that holds a kernel, loaded once for all kernels in it."""
+        entry = ENTRY_OF[name]
+        image = image_name(entry, self._transport)
+        if image not in self._modules:
+            self._modules[image] = self._driver.load_module(self._load(entry))
+        return self._modules[image]
+
     def most_blocks(self, name: str, num_lanes: int) -> int:
         """Blocks per rank of a persistent kernel that the device holds for all ranks at once."""
-        entry = ENTRY_OF[name]
-        if entry not in self._modules:
-            self._modules[entry] = self._driver.load_module(self._load(entry))
-        function = self._driver.function(self._modules[entry], name)
+        function = self._driver.function(self.module_of(name), name)
         return self._driver.resident_blocks(function, num_lanes) // self._num_ranks
 
     def _check_room(self, name: str, function: Any, num_lanes: int) -> None:

@@ -30,8 +30,8 @@ def _round_up(num_bytes: int) -> int:
 class CommonArgs:
     """What KernelArgs say alike in every launch of a cluster; addresses are the device's.
 
-    num_blocks: of each rank, unless a launch says otherwise. traces: per rank (events,
-    count) addresses, empty without traces.
+    num_blocks: of each rank, unless a launch says otherwise. network: NetworkArgs of a transport
+    between servers, or 0. traces: per rank (events, count) addresses, empty without traces.
     """
 
     controls: int
@@ -41,6 +41,7 @@ class CommonArgs:
     num_blocks: int
     traces: Sequence[tuple[int, int]]
     trace_capacity: int
+    network: int = 0
 
 
 class PreparedLaunch:
@@ -96,6 +97,7 @@ class PreparedLaunch:
             controls=common.controls,
             flags=common.flags,
             data=common.data,
+            network=common.network,
             moe=self.address + moe_at + rank * MOE_ARGS.itemsize,
             progress_ns=common.progress_ns,
             num_blocks=common.num_blocks,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -49,6 +49,7 @@ class VirtualStatic:
         self._epoch = 0
         self._graph: int | None = None
         self._calls: list[DispatchCall] = []
+        self._routes: list[Any] = []  # RouteArgs
         self._captured: list[tuple[int, int]] = []
         topology, driver, options = cluster.topology, cluster.driver, cluster.options
         direct = None
@@ -90,9 +91,8 @@ class VirtualStatic:
             for kernel in self._kernels():  # a capture may not load them
                 cluster.kernels.get(kernel, cluster.num_lanes)
             self._num_blocks = common.num_blocks
-            self._tensors = StaticTensors(
-                cluster, shape, self.memory, self._launches_of(cluster.num_ranks)
-            )
+            self._launches = self._launches_of(cluster.num_ranks)
+            self._tensors = StaticTensors(cluster, shape, self.memory, self._launches)
             made.callback(self._tensors.close)
             made.callback(self._drop_graph)
             self._owned = made.pop_all()
@@ -154,8 +154,7 @@ class VirtualStatic:
             self.shape.check_dispatch(call)
             calls.append(call)
         self._calls = calls
-        for rank, call in enumerate(calls):
-            self._tensors.write(rank, call)
+        self._routes = [self._tensors.write(rank, call) for rank, call in enumerate(calls)]
 
     # -- running -----------------------------------------------------------------------------------
 
@@ -233,11 +232,12 @@ class VirtualStatic:
     def _put(self, cleared: Sequence[int] | None) -> None:
         if not self._calls:
             raise FastkernError("no inputs were written")
-        stream, num_ranks = self._cluster.stream, self._cluster.launched_ranks
+        stream, num_ranks, launches = self._cluster.stream, self._cluster.num_ranks, self._launches
+        if self._cluster.launched_ranks != num_ranks:
+            num_ranks = self._cluster.launched_ranks
+            launches = self._launches_of(num_ranks)
         self._tensors.clear(self._ranks if cleared is None else cleared)
-        routes = [self._tensors.route_args(rank, self._calls[rank]) for rank in range(num_ranks)]
-        launches = self._launches_of(num_ranks)
-        launches.dispatch(stream, routes)
+        launches.dispatch(stream, self._routes[:num_ranks])
         if self.shape.expert_dtype is not None:
             launches.combine(stream, self.shape.expert_dtype == torch.float64)
 

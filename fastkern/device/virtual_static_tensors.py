@@ -90,8 +90,8 @@ class StaticTensors:
 
     # -- inputs ------------------------------------------------------------------------------------
 
-    def write(self, rank: int, call: DispatchCall) -> None:
-        """A rank's inputs, and its records of them."""
+    def write(self, rank: int, call: DispatchCall) -> Any:
+        """A rank's inputs, and its records of them. Returns RouteArgs."""
         at, memory = self._places[rank], self._memory.rank[rank]
         write = self._cluster.copier.write
         assert call.topk_idx is not None
@@ -101,17 +101,15 @@ class StaticTensors:
         if call.weights is not None:
             write(at["weights"][0], tensor_bytes(call.weights))
         values = new_record(STATIC_VALUES, moe=self._dispatch_args(rank, call))
-        values["route"] = self.route_args(rank, call)
+        route = self._launches.route_args(rank, call, at["topk_idx"][0])
+        values["route"] = route
         write(memory["values"], np.frombuffer(values.tobytes(), dtype=np.uint8))
         moe = np.frombuffer(values["moe"].tobytes(), dtype=np.uint8)
         write(memory["dispatch moe"], moe)
         if self._shape.expert_dtype is not None:
             combine = self._combine_args(rank, call).tobytes()
             write(memory["combine moe"], np.frombuffer(combine, dtype=np.uint8))
-
-    def route_args(self, rank: int, call: DispatchCall) -> Any:
-        """RouteArgs of a rank's tokens."""
-        return self._launches.route_args(rank, call, self._places[rank]["topk_idx"][0])
+        return route
 
     def _dispatch_args(self, rank: int, call: DispatchCall) -> Any:
         at, form, made = self._places[rank], call.format, MoeRecord()

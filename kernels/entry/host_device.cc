@@ -9,6 +9,7 @@
 #include "kernels/body/route.h"
 #include "kernels/body/static.h"
 #include "kernels/transport/mapped.h"
+#include "kernels/transport/shared.h"
 
 namespace fastkern {
 
@@ -34,8 +35,12 @@ template <class Op>
 void run_exchange(const LaunchArgs& launch, const Grid& grid) {
     if (u64{launch.num_ranks} * launch.blocks_per_rank != grid.num_blocks)
         throw std::invalid_argument("the grid is not blocks_per_rank blocks for each rank");
-    run_blocks(grid.num_blocks, grid.num_lanes, grid.teams,
-               [&](const auto& target) { run_launch<Op, MappedTransport>(target, launch); });
+    run_blocks(grid.num_blocks, grid.num_lanes, grid.teams, [&](const auto& target) {
+        if (launch.num_ranks && launch.ranks[0].network)
+            run_launch<Op, SharedTransport>(target, launch);
+        else
+            run_launch<Op, MappedTransport>(target, launch);
+    });
 }
 
 template <class Pass>

@@ -15,9 +15,9 @@ std::vector<std::string> device_kernel_names();
 u32 lanes_of_team();
 
 // Runs grid blocks of num_lanes lanes of kernel `name` ("fastkern_exchange", ...) and returns when
-// it is over; `teams`: with teams of several lanes, see target/host_team.h. arguments: the kernel's
-// one parameter, a record of num_bytes. Throws std::invalid_argument for an unknown name or a
-// record of another size.
+// it is over; `teams`: with teams of several lanes, see target/host_team.h. Where ranks' arguments
+// name a network, it is that of transport/shared.h. arguments: the kernel's one parameter, a record
+// of num_bytes. Throws std::invalid_argument for an unknown name or a record of another size.
 void launch_device_kernel(const std::string& name, u32 grid, u32 num_lanes, bool teams,
                           const u8* arguments, u64 num_bytes);
 

@@ -15,10 +15,11 @@
 // quiet() counts: each put adds to a counter of its context once its bytes have been read; `puts`
 // are those begun.
 //
-// The host makes, with ranks in the order of the communicator's: a window of the whole heap with
-// NCCL_WIN_STRICT_ORDERING; a device communicator whose LSA team is the server, with VA signals and
-// one counter, strong signals not needed, connected along the rail (or in full, for direct mode).
-// Not of type EFA_GDA, which knows no VA signals: the proxy serves there.
+// The host makes, with ranks in the order of the communicator's: a window of control words and
+// flags, with NCCL_WIN_STRICT_ORDERING, and another of the data, which growth replaces; a device
+// communicator whose LSA team is the server, with VA signals and one counter, strong signals not
+// needed, connected along the rail (or in full, for direct mode). Not of type EFA_GDA, which knows
+// no VA signals: the proxy serves there.
 #pragma once
 
 #define NCCL_GIN_EFA_GDA_ENABLE 0
@@ -76,13 +77,12 @@ class GinWire {
                                                   u64 stamp) {
         const NetworkArgs& network = network_args(args);
         const u32 k = block % comm(args).ginContextCount;
-        const u64 data = offset(args, args.data[args.rank]);
         const ncclGin_WeakVASignalAdd signal{window(args), offset(args, flag(args, slot)),
                                              exchange_written(args, rank, slot, stamp)};
-        context(args, k).put(ncclTeamWorld(comm(args)), peer(args, rank), window(args), data + to,
-                             window(args), data + from, bytes, signal,
-                             ncclGin_WeakCounterInc{kCounter}, ncclCoopThread{}, ncclGin_None{},
-                             cuda::thread_scope_thread, cuda::thread_scope_system);
+        const ncclWindow_t data = window_at(network.data_window);
+        context(args, k).put(ncclTeamWorld(comm(args)), peer(args, rank), data, to, data, from,
+                             bytes, signal, ncclGin_WeakCounterInc{kCounter}, ncclCoopThread{},
+                             ncclGin_None{}, cuda::thread_scope_thread, cuda::thread_scope_system);
         Target::fetch_add(&network.puts[k], 1);
     }
     static __device__ __noinline__ void add(const KernelArgs& args, u32 block, u32 rank,
@@ -117,7 +117,10 @@ class GinWire {
         return *reinterpret_cast<const ncclDevComm*>(network_args(args).comm);
     }
     static FASTKERN_DEVICE ncclWindow_t window(const KernelArgs& args) {
-        return reinterpret_cast<ncclWindow_t>(network_args(args).window);
+        return window_at(network_args(args).window);
+    }
+    static FASTKERN_DEVICE ncclWindow_t window_at(u8* handle) {
+        return reinterpret_cast<ncclWindow_t>(handle);
     }
     static FASTKERN_DEVICE ncclGin context(const KernelArgs& args, u32 k) {
         return ncclGin(comm(args), static_cast<int>(k));

@@ -216,6 +216,7 @@ def with_backends(rank: int, ranks: int) -> list[str]:
         {"transport": "peer", "backend": "host"},
         {"transport": "shm", "backend": "cuda"},
         {"transport": "nvshmem"},
+        {"transport": "nccl_gin", "backend": "hip"},
         {"backend": "metal" if rank == 1 else None},
         {"backend": 7, "transport": "peer"},
     ]
@@ -237,14 +238,15 @@ def with_backends(rank: int, ranks: int) -> list[str]:
 def test_a_backend_that_cannot_be_had(shared_pools: SharedPools) -> None:
     outcomes = shared_pools.pool(3).run(with_backends)
     assert all(texts == outcomes[0] for texts in outcomes)
-    cuda, alone, hip, host, shm, network, unknown, number, disagree = outcomes[0]
+    cuda, alone, hip, host, shm, nvshmem, gin, unknown, number, disagree = outcomes[0]
     assert cuda.startswith("DeviceUnavailableError: rank 0: ")
     assert "pip install 'fastkern[cuda]'" in cuda or "libcuda" in cuda or "PyTorch" in cuda
     assert alone == cuda  # on devices the transport is peer
     assert hip.startswith("DeviceUnavailableError: rank 0: ")
     assert host == "ValueError: rank 0: transport peer is between devices, backend is host"
     assert shm.startswith("ValueError: rank 0: backend cuda needs a transport between devices")
-    assert network.startswith("ValueError: rank 0: a communicator works over shm, shaped and peer")
+    assert nvshmem.startswith("DeviceUnavailableError: rank 0: ")  # the library or the GPU
+    assert gin == "ValueError: rank 0: transport nccl_gin is for cuda, and backend is hip"
     assert unknown == "ValueError: rank 1: backend must be one of host, cuda, hip, not 'metal'"
     assert number == "TypeError: rank 0: backend must be a name or a Driver, not 7"
     assert disagree.startswith("AgreementError: ranks disagree on chunk_bytes")

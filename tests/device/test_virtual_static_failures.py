@@ -22,6 +22,7 @@ from tests.device.virtual_static_failures import (
 )
 
 TIMEOUT_S = 0.4  # long enough for a good call on a busy machine
+ENTRY_TIMEOUT_S = 1.0  # and for all ranks that are launched to begin
 every_planner = pytest.mark.parametrize("planner", PLANNERS)
 
 
@@ -53,7 +54,7 @@ def test_a_bad_index_moves_nothing(
             r"static dispatch: topk_idx\[5\]\[2\] of rank 2 is neither -1 nor one of 7 experts; "
             "the call moved nothing"
         )
-        check_refused(cluster, case, step, ValueError, text, replayed)
+        check_refused(cluster, case, step, text, replayed)
 
 
 @every_planner
@@ -63,7 +64,7 @@ def test_bad_indices_on_several_ranks_name_one(clean_driver: HostDriver, planner
         step = draw(case, [9, 9, 9], "distinct", np.random.default_rng(3), torch.int64)
         step.idx[0][0, 0] = step.idx[1][1, 1] = step.idx[2][2, 2] = 100
         text = r"static dispatch: topk_idx\[([012])\]\[\1\] of rank \1 is neither .* moved nothing"
-        check_refused(cluster, case, step, ValueError, text, False)
+        check_refused(cluster, case, step, text, False)
 
 
 @every_planner
@@ -80,7 +81,7 @@ def test_more_rows_than_there_is_room_for_are_refused(
         for idx in step.idx:
             idx[:] = 2
         text = "static dispatch: rank 1 would receive .* the call moved nothing"
-        check_refused(cluster, case, step, (ValueError, FastkernError), text, replayed)
+        check_refused(cluster, case, step, text, replayed)
 
 
 @every_planner
@@ -91,9 +92,9 @@ def test_a_rank_that_does_not_enter_is_named(
 ) -> None:
     start = time.monotonic()
     topology = Topology(*shape)
-    record = check_missing_static_rank(clean_driver, topology, planner, blocks, TIMEOUT_S)
-    assert time.monotonic() - start < 50 * TIMEOUT_S
-    assert TIMEOUT_S / 2 < record.waited_s < 50 * TIMEOUT_S
+    record = check_missing_static_rank(clean_driver, topology, planner, blocks, ENTRY_TIMEOUT_S)
+    assert time.monotonic() - start < 50 * ENTRY_TIMEOUT_S
+    assert ENTRY_TIMEOUT_S < record.waited_s < 50 * ENTRY_TIMEOUT_S
 
 
 @pytest.mark.parametrize("blocks", [1, 3])

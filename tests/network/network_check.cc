@@ -81,10 +81,13 @@ bool run_network(const NetworkRun* run) {
         std::vector<u64> puts(kContexts, 0), counters(kContexts, 0);
         const ncclDevComm comm{kContexts};
         simulated::Place place{bases, nics[rank].get(), rank, counters.data()};
+        ncclWindow control_window{0}, data_window{data_at};
         NetworkArgs network{};
         network.peers = peers.data();
         network.heap = bases[rank];
         network.comm = reinterpret_cast<const u8*>(&comm);
+        network.window = reinterpret_cast<u8*>(&control_window);
+        network.data_window = reinterpret_cast<u8*>(&data_window);
         network.written = written.data();
         network.puts = puts.data();
         for (u32 k = 0; k < run->num_calls; ++k) {

@@ -15,7 +15,9 @@ enum thread_scope {
 };
 }  // namespace cuda
 
-struct ncclWindow;
+struct ncclWindow {
+    simulated::u64 begin;  // in the heap of every rank
+};
 using ncclWindow_t = ncclWindow*;
 using ncclGinCounter_t = unsigned;
 
@@ -40,12 +42,13 @@ class ncclGin {
   public:
     ncclGin(const ncclDevComm&, int context) : context_(context) {}
 
-    void put(ncclTeam, int peer, ncclWindow_t, size_t to, ncclWindow_t, size_t from, size_t bytes,
-             const ncclGin_WeakVASignalAdd& signal, ncclGin_WeakCounterInc, ncclCoopThread,
-             ncclGin_None, cuda::thread_scope, cuda::thread_scope) const {
+    void put(ncclTeam, int peer, ncclWindow_t to_window, size_t to, ncclWindow_t from_window,
+             size_t from, size_t bytes, const ncclGin_WeakVASignalAdd& signal,
+             ncclGin_WeakCounterInc, ncclCoopThread, ncclGin_None, cuda::thread_scope,
+             cuda::thread_scope) const {
         simulated::Transfer t = added(peer, signal);
-        t.to = heap(peer) + to;
-        t.from = heap(own()) + from;
+        t.to = heap(peer) + to_window->begin + to;
+        t.from = heap(own()) + from_window->begin + from;
         t.bytes = bytes;
         t.read_count = &simulated::place->counters[context_];
         simulated::place->nic->begin(t);
@@ -54,16 +57,16 @@ class ncclGin {
                 ncclGin_None, cuda::thread_scope, cuda::thread_scope) const {
         simulated::place->nic->begin(added(peer, signal));
     }
-    void putValue(ncclTeam, int peer, ncclWindow_t, size_t offset, uint64_t value) const {
+    void putValue(ncclTeam, int peer, ncclWindow_t window, size_t offset, uint64_t value) const {
         simulated::Transfer t;
-        t.word = word(peer, offset);
+        t.word = word(peer, window, offset);
         t.value = value;
         simulated::place->nic->begin(t);
     }
-    uint64_t readSignal(ncclWindow_t, size_t offset, int, cuda::memory_order order) const {
-        return order == cuda::memory_order_acquire
-                   ? simulated::HostTarget::load_acquire(word(own(), offset))
-                   : simulated::HostTarget::load_relaxed(word(own(), offset));
+    uint64_t readSignal(ncclWindow_t window, size_t offset, int, cuda::memory_order order) const {
+        const simulated::u64* const p = word(own(), window, offset);
+        return order == cuda::memory_order_acquire ? simulated::HostTarget::load_acquire(p)
+                                                   : simulated::HostTarget::load_relaxed(p);
     }
     uint64_t readCounter(ncclGinCounter_t, int bits) const {
         return simulated::HostTarget::load_acquire(&simulated::place->counters[context_]) &
@@ -75,12 +78,12 @@ class ncclGin {
     static simulated::u8* heap(int rank) {
         return simulated::place->heaps[static_cast<std::size_t>(rank)];
     }
-    static simulated::u64* word(int rank, size_t offset) {
-        return reinterpret_cast<simulated::u64*>(heap(rank) + offset);
+    static simulated::u64* word(int rank, ncclWindow_t window, size_t offset) {
+        return reinterpret_cast<simulated::u64*>(heap(rank) + window->begin + offset);
     }
     static simulated::Transfer added(int peer, const ncclGin_WeakVASignalAdd& signal) {
         simulated::Transfer t;
-        t.word = word(peer, signal.offset);
+        t.word = word(peer, signal.window, signal.offset);
         t.value = signal.value;
         t.add = true;
         return t;
