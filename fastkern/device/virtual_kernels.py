@@ -73,16 +73,17 @@ class Kernels:
     def get(self, name: str, num_lanes: int) -> Any:
         """A kernel to launch with blocks of num_lanes lanes.
 
-        Raises ValueError where a persistent kernel's blocks do not fit the device all at once, or
-        blocks are not whole warps or waves where they must be.
+        Raises ValueError where blocks that wait for one another do not fit the device all at once,
+        or are not whole warps or waves where they must be.
         """
         team = TEAM_LANES.get(self._driver.target, 1)
         if name in (*PERSISTENT, *_STATIC) and num_lanes % team:
             raise ValueError(f"num_lanes must be a multiple of {team}, not {num_lanes}")
         if name not in self._functions:
             function = self._driver.function(self.module_of(name), name)
-            if name in PERSISTENT:
-                self._check_room(name, function, num_lanes)
+            if name in (*PERSISTENT, *_STATIC):
+                num_blocks = self._num_blocks if name in PERSISTENT else 1
+                self._check_room(name, function, num_lanes, num_blocks)
             self._functions[name] = function
         return self._functions[name]
 
@@ -99,13 +100,13 @@ class Kernels:
         function = self._driver.function(self.module_of(name), name)
         return self._driver.resident_blocks(function, num_lanes) // self._num_ranks
 
-    def _check_room(self, name: str, function: Any, num_lanes: int) -> None:
+    def _check_room(self, name: str, function: Any, num_lanes: int, num_blocks: int) -> None:
         resident = self._driver.resident_blocks(function, num_lanes)
-        wanted = self._num_ranks * self._num_blocks
+        wanted = self._num_ranks * num_blocks
         if wanted > resident:
             fit = resident // self._num_ranks
             raise ValueError(
-                f"{name}: {self._num_ranks} ranks with {self._num_blocks} blocks each are {wanted} "
+                f"{name}: {self._num_ranks} ranks with {num_blocks} blocks each are {wanted} "
                 f"blocks, but the device holds {resident} of {num_lanes} lanes at once: "
                 + (f"at most {fit} per rank" if fit else "fewer ranks or lanes are needed")
             )

@@ -37,6 +37,7 @@ struct RowPatch {
     u32 word;   // of the tables: a number of rows
     u32 count;  // which: rank * keys + key, or R * keys for own tokens
 };
+static_assert(sizeof(RowPatch) == 8, "layout");
 using RowPatches = const RowPatch*;
 
 // What is the same in every call of one rank; in device memory.
@@ -116,7 +117,7 @@ class Preparation {
     // Returns false when the call is aborted.
     FASTKERN_DEVICE bool enter() const {
         const auto& target = call_.target;
-        u64* const own = reinterpret_cast<u64*>(call_.own_data() + board().row(route_.rank));
+        u64* const own = reinterpret_cast<u64*>(row_of(route_.rank));
         FASTKERN_ROLLED
         for (u32 key = target.lane(); key < keys(); key += target.num_lanes())
             own[key] = route_.totals[key];
@@ -202,8 +203,11 @@ class Preparation {
 
     FASTKERN_DEVICE const EntryBoard& board() const { return shared_.board; }
     FASTKERN_DEVICE u32 keys() const { return static_cast<u32>(route_keys(route_)); }
+    FASTKERN_DEVICE u8* row_of(u32 rank) const {
+        return Call::Target::global(call_.own_data() + board().row(rank));
+    }
     FASTKERN_DEVICE const u64* counts_of(u32 rank) const {
-        return reinterpret_cast<const u64*>(call_.own_data() + board().row(rank));
+        return reinterpret_cast<const u64*>(row_of(rank));
     }
     FASTKERN_DEVICE bool refused() const {
         return call_.target.load_relaxed(&fixed_.outcome[2]) != 0;
