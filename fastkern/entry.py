@@ -76,14 +76,16 @@ class Entry:
         self.link = link
         self._local = list(range(num_ranks)) if link is None else link.local_ranks
         self._control = self._make_control(group, num_slots)
-        self.host = self._host_rank(rank, num_slots)
+        self._num_slots = num_slots
+        self.host = self._host_rank(rank)
         self._carrier: Carrier | None = None
         if link is not None and link.leads:
-            self._carrier = Carrier(link, self.host, lambda r: self._host_rank(r, num_slots))
+            self._carrier = Carrier(link, self.host, self._host_rank)
 
-    def _host_rank(self, rank: int, num_slots: int) -> _host.HostRank:
+    def _host_rank(self, rank: int) -> _host.HostRank:
+        """The side of a rank in this host's segment, be it here or elsewhere."""
         record_bytes = record_words(self.num_ranks) * 8
-        return _host.HostRank(rank, self.num_ranks, num_slots, record_bytes, self._control)
+        return _host.HostRank(rank, self.num_ranks, self._num_slots, record_bytes, self._control)
 
     def _make_control(self, group: Any, num_slots: int) -> _host.SharedMemory:
         """A host's first rank makes the control segment, all there map it, it removes the name."""
@@ -234,8 +236,8 @@ class Entry:
     def check_hosts(self) -> None:
         """As `check`, and ask whether a rank of another host has given up, which takes a while."""
         if self.link is not None and (told := self.link.aborted()) is not None:
-            self.host.abort_all(told[0])
-            self._break(DeadlineError(f"{self.op}: rank {told[1]} has left"))
+            epoch, origin = told
+            self._host_rank(origin).abort_all(epoch)
         self.check()
 
     def guarded(self, body: Callable[[], T]) -> T:

@@ -2,8 +2,9 @@
 
 Ranks of one host meet in shared memory (entry.py). Where a communicator spans hosts, the first rank
 of each carries for the others there: it publishes their records of a meeting as one value, and
-posts those of other hosts in their stead. A store has what this needs and collectives lack: looks
-that do not wait, keys that say who is missing, and no damage where a rank gives up or dies.
+posts those of other hosts in their stead: a handful of questions to the store for each call. A
+store has what this needs and collectives lack: looks that do not wait, keys that say who is
+missing, and no damage where a rank gives up or dies.
 """
 
 from __future__ import annotations
@@ -68,8 +69,22 @@ class HostLink:
 
     def fetch(self, meeting: int, first: int) -> bytes | None:
         """What the host of rank `first` has published; None where it has not yet."""
-        key = f"{meeting}-{first}"
-        return self._ask(lambda: bytes(self._store.get(key))) if self._has(key) else None
+        found = self.fetch_all(meeting, [first])
+        return None if found is None else found[first]
+
+    def fetch_all(self, meeting: int, firsts: Sequence[int]) -> dict[int, bytes] | None:
+        """What several hosts have published, by their first ranks; None where one has not yet.
+
+        Two questions to the store, however many hosts.
+        """
+        keys = [f"{meeting}-{first}" for first in firsts]
+        if not self._ask(lambda: self._store.check(keys)):
+            return None
+        if self._store.has_extended_api():
+            found = self._ask(lambda: self._store.multi_get(keys))
+        else:
+            found = self._ask(lambda: [self._store.get(key) for key in keys])
+        return {first: bytes(content) for first, content in zip(firsts, found, strict=True)}
 
     # -- who has given up, and who has left --------------------------------------------------------
 
@@ -152,24 +167,31 @@ class Carrier:
         if not self._published and set(link.local_ranks).isdisjoint(missing):
             link.publish(meeting, read()[link.local_ranks].tobytes())
             self._published = True
-        for first, ranks in list(self._awaited.items()):
-            content = link.fetch(meeting, first)
-            if content is not None:
-                records = np.frombuffer(content, dtype=np.uint8).reshape(len(ranks), -1)
-                for rank, record in zip(ranks, records, strict=True):
-                    self._stand_in[rank].post_record(meeting, record)
-                del self._awaited[first]
+        if self._awaited:
+            found = link.fetch_all(meeting, list(self._awaited))
+            for first, content in (found or {}).items():
+                self._post(first, content)
         return self._published and not self._awaited
 
+    def _post(self, first: int, content: bytes) -> None:
+        ranks = self._awaited.pop(first)
+        records = np.frombuffer(content, dtype=np.uint8).reshape(len(ranks), -1)
+        for rank, record in zip(ranks, records, strict=True):
+            self._stand_in[rank].post_record(self._meeting, record)
+
     def _hear(self) -> None:
-        """Pass on that a rank of another host has given up."""
+        """Post what has come from some hosts, so that it shows who is missing; pass on that a rank
+        of another host has given up."""
+        for first in list(self._awaited):
+            if (content := self._link.fetch(self._meeting, first)) is not None:
+                self._post(first, content)
         if (told := self._link.aborted()) is not None:
             epoch, origin = told
             self._stand_in.get(origin, self._host).abort_all(epoch)
 
 
 def _own_connection(store: Any) -> Any:
-    """Waits hold a connection to the store: others in the process should not wait for ours."""
+    """One serves a question at a time: others in the process should not wait for ours."""
     clone = getattr(store, "clone", None)
     if clone is None:
         return store

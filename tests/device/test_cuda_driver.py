@@ -112,6 +112,24 @@ def test_the_own_context_is_used_as_it_is() -> None:
     assert "cuCtxPushCurrent" not in fake.log
 
 
+def test_the_device_for_libraries() -> None:
+    """Within, the device's context is the thread's, whatever was; afterwards that is again."""
+    fake = RecordedCuda()
+    fake.retained[1] = 1
+    driver = CudaDriver(0, fake)
+    fake.contexts = [0x101]
+    with driver.current():
+        assert fake.contexts == [0x101, 0x100]
+        driver.free(driver.allocate(64, coherent=False))
+    assert fake.contexts == [0x101]
+    with pytest.raises(ValueError, match="as wished"), driver.current():
+        raise ValueError("as wished")
+    assert fake.contexts == [0x101]
+    driver.close()
+    with pytest.raises(DriverError, match="closed"), driver.current():
+        pass
+
+
 def start_use_and_close(fake: RecordedCuda, drivers: list[CudaDriver]) -> None:
     drivers.append(CudaDriver(1, fake))
     whole_path(drivers[0], IMAGE, peer_handle())

@@ -124,6 +124,21 @@ def test_another_current_device_is_put_aside() -> None:
     assert "hipSetDevice" not in fake.log
 
 
+def test_the_device_for_libraries() -> None:
+    """Within, it is the thread's, whichever was; afterwards that is again."""
+    fake = RecordedHip()
+    driver = HipDriver(1, fake)
+    with driver.current():
+        assert fake.current == 1
+    assert fake.current == 0
+    with pytest.raises(ValueError, match="as wished"), driver.current():
+        raise ValueError("as wished")
+    assert fake.current == 0
+    driver.close()
+    with pytest.raises(DriverError, match="closed"), driver.current():
+        pass
+
+
 def test_every_failure_is_named_and_leaves_nothing() -> None:
     fake = RecordedHip()
     whole_path(HipDriver(1, fake), IMAGE, peer_handle())

@@ -16,6 +16,7 @@ from fastkern import DeviceUnavailableError
 from fastkern.device.network_nvshmem import Nvshmem, check_nvshmem
 from fastkern.device.network_rocshmem import Rocshmem, check_rocshmem
 from fastkern.device.networks import KINDS
+from fastkern.device.sources import NETWORKS
 
 
 class Noting:
@@ -133,6 +134,14 @@ def test_rocshmem_without_memory_or_with_a_bad_module() -> None:
     assert library.malloc(64) == 0
     with pytest.raises(RuntimeError, match="rocshmem_hipmodule_init returned 1"):
         library.module_init(77)
+
+
+def test_every_network_has_its_file() -> None:
+    assert {name: kind.target for name, kind in KINDS.items()} == NETWORKS
+    for kind in KINDS.values():
+        for call in (kind.check, kind.make):
+            module, name = call.args  # type: ignore[attr-defined]
+            assert callable(getattr(importlib.import_module(f"fastkern.device.{module}"), name))
 
 
 # -- bindings that are missing ---------------------------------------------------------------------

@@ -220,6 +220,7 @@ def left(rank: int, ranks: int) -> tuple[Failure | None, float]:
     """Rank 3 leaves a call midway: long before the deadline the other host knows."""
     with network_communicator(2) as comm:
         exchange(comm)
+        dist.barrier()  # all have done so
         begin = time.monotonic()
         if rank == 3:
             comm._runtime.fail(RuntimeError("as wished"))
