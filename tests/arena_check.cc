@@ -36,13 +36,14 @@ void blocks_stay() {
         arena.reset();
         const ArenaScope scope(&arena);
         std::vector<Vector<int>> many;
-        for (int k = 0; k < 100; ++k) {
-            many.emplace_back(1000, k);
-            CHECK(reinterpret_cast<std::uintptr_t>(many.back().data()) % Arena::kAlignment == 0);
-        }
+        for (int k = 0; k < 100; ++k) many.emplace_back(1000, k);
+        const Vector<char> odd(3, 'x');
+        const Vector<char> aligned(3, 'x');
+        CHECK(reinterpret_cast<std::uintptr_t>(odd.data()) % 16 == 0);
+        CHECK(reinterpret_cast<std::uintptr_t>(aligned.data()) % 16 == 0);
         const Vector<char> large(1 << 20, 'x');  // larger than a block usually is
         for (int k = 0; k < 100; ++k) CHECK(many[k].front() == k && many[k].back() == k);
-        CHECK(arena.used_bytes() == 100 * 4000 + (1 << 20));
+        CHECK(arena.used_bytes() == 100 * 4000 + 2 * 16 + (1 << 20));
         if (pass == 0) CHECK(arena.num_blocks_ever() > 1);
     }
     const std::size_t blocks = arena.num_blocks_ever();

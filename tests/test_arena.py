@@ -84,6 +84,7 @@ ALLOCATIONS = {
         "std::vector<i64> to_server, to_rank;",
         (True, False),
     ),
+    "the first run's": ("kernels/entry/host_planner.cc", "    warm_up();\n", "", (True, False)),
     "in lowering": (
         "planner/core/lower_combine.cc",
         "    Vector<u8> touched;",

@@ -178,7 +178,6 @@ void HostPlanner::write_tables(const u8* dispatch, u64 dispatch_bytes, const u8*
 
 void HostPlanner::plan_nothing() {
     const u64 r = shape_.routing.num_ranks();
-    const ArenaScope scope(&arena_);
     const Vector<i64> to_server(r * shape_.routing.servers, 0), to_rank(r * r, 0);
     const Tables tables = make_tables(to_server.data(), to_rank.data(), 0);
     nothing_dispatch_.assign(tables.dispatch.begin(), tables.dispatch.end());

@@ -39,6 +39,15 @@ def of_idx(setup: Setup, rows: dict[int, Any]) -> RouteCounts:
 ONE_EACH = of_idx(SETUP, {r: [[r, 3 - r], [3, -1]] for r in range(4)})
 
 
+def wrapping() -> tuple[Setup, RouteCounts]:
+    """Choices of two experts of a rank whose sum, 2^64 + 1, is 1 in 64 bits."""
+    setup = replace(SETUP, num_experts=8)
+    counts = of_idx(setup, {0: [[0, -1]]})
+    for expert, choices in ((0, 1 << 63), (1, (1 << 63) + 1)):
+        counts = with_entry(counts, "copies", (0, expert), choices)
+    return setup, counts
+
+
 def changed(name: str, index: tuple[int, int], value: int) -> RouteCounts:
     return with_entry(ONE_EACH, name, index, value)
 
@@ -102,6 +111,10 @@ REFUSED = {
         SETUP,
         changed("copies", (3, 3), 1 << 63),
         "rank 3 counts 2 tokens for rank 3, and more than 274877906943 choices",
+    ),
+    "sums that wrap": (
+        *wrapping(),
+        "rank 0 counts 1 tokens for rank 0, and more than 274877906943 choices",
     ),
     "choices of a rank": (
         replace(SETUP, num_max_tokens=2),
