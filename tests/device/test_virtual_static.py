@@ -142,6 +142,22 @@ def test_the_worst_case_of_rows_is_filled(driver: HostDriver, alignment: int, pl
         exchange.close()
 
 
+@every_planner
+def test_many_calls_in_a_row(driver: HostDriver, planner: str) -> None:
+    """What a call counts is not left to the next one: there is room for one, mostly for sums."""
+    case = StaticCase(planner=planner, dtypes=(torch.bfloat16,), width=128, weights=None)
+    rng = np.random.default_rng(11)
+    with virtual(driver, (2, 2), 2, 1) as cluster:
+        exchange = cluster.static_exchange(case.shape(4))
+        step = draw(case, [case.most] * 4, "distinct", rng, torch.int64)
+        write(exchange, step)
+        exchange.capture()
+        for k in range(30):
+            (exchange.run if k % 2 else exchange.replay)()
+        check_result(cluster, exchange, case, step)
+        exchange.close()
+
+
 def test_a_call_writes_over_nothing_that_stays(driver: HostDriver) -> None:
     """Records, bases and placement on the device are those of the beginning, tables but for rows of
     streams and segments."""

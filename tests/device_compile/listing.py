@@ -225,16 +225,30 @@ def _frame(path: str, line: str, root: Path) -> Frame:
 def _with_callers(
     frames: tuple[Frame, ...], files: frozenset[str], root: Path
 ) -> tuple[Frame, ...]:
-    """The same, where callers name what they call.
+    """The same, where the line of each calls the function before it.
 
-    ptxas takes one file for another where two frames are of the same line in each. So a caller
-    whose line does not call the function before it is looked for in that line of the others.
+    Of two frames of the same line in two files, ptxas loses one, or takes one file for the other.
+    files: which it names.
     """
-    kept: list[Frame] = list(frames[:1])
-    for frame in frames[1:]:
-        places = [_frame(file, str(frame[1]), root) for file in sorted(files)]
-        calling = {place for place in (frame, *places) if _calls(place, kept[-1][2], root)}
-        kept.append(calling.pop() if len(calling) == 1 else frame)
+
+    def in_line(line: int, inner: Frame | None) -> list[Frame]:
+        """Of any file, and calling the inner one."""
+        places = {_frame(file, str(line), root) for file in files} - {inner}
+        return [place for place in places if inner is None or _calls(place, inner[2], root)]
+
+    kept: list[Frame] = []
+    for frame in frames:
+        inner = kept[-1] if kept else None
+        if inner is None or not _calls(frame, inner[2], root):
+            lines = {frame[1], inner[1] if inner else frame[1]}
+            lost = {place for line in lines for place in in_line(line, inner)}
+            lost = {place for place in lost - {frame} if _calls(frame, place[2], root)}
+            other = in_line(frame[1], inner) if inner else []
+            if len(lost) == 1:
+                kept.extend(lost)
+            elif len(other) == 1:
+                frame = other[0]
+        kept.append(frame)
     return tuple(kept)
 
 

@@ -6,7 +6,7 @@ import re
 
 from tests.device_compile.call_sites import WORK
 from tests.device_compile.devices import CUDA, Device
-from tests.device_compile.listing import Kernel
+from tests.device_compile.listing import Frame, Kernel
 
 # They move rows, and what goes with them.
 READERS = ("copy", "team_copy", "sum_values")
@@ -85,16 +85,17 @@ def entering_faults(
     polls, flags = kernel.find(device.system_load, "seen_at"), kernel.find(store, "store_release")
     flags &= kernel.find(device.system_store, "signal")
     own, copied = by(store, "enter") - shared, in_copies(store)
-    given_up = {
+    waiting = {k for k in polls if _is_repeated(kernel, k, polls, device.sleep, barriers)}
+    last_looks = {
         k for k in acquires if kernel.instructions[k].functions[1:3] == ("aborted", "enter_call")
     }
     found = {
-        "poll": polls,
-        "acquire": acquires & polls,
+        "poll": polls & waiting,
+        "acquire": acquires & polls & waiting,
         "flag": flags,
         "own row": own,
         "copy": copied,
-        "look for an abort": given_up,
+        "look for an abort": last_looks,
         **{f"load in {name}": by(load, name) for name in readers},
     }
     for writer, reader in handed_on:
@@ -106,8 +107,8 @@ def entering_faults(
         if kernel.can_miss(ways, goal, starts):
             faults.append(fault)
 
-    if polls - kernel.in_loops(polls):
-        faults.append("a poll outside of any loop")
+    reads, gives_up = by(load, *readers) | in_copies(load), kernel.find(device.swap, "abort_call")
+    always([gives_up], reads, polls - waiting, "a poll that does not wait")
     always([barriers], in_copies(load), own, "a row may be copied while lanes still write it")
     always([barriers], flags, own | copied, EARLY_FLAG)
     always(steps(*device.release), flags, barriers, "a flag without a release")
@@ -115,8 +116,8 @@ def entering_faults(
         entering = kernel.find(device.barrier, "enter_call")
         always(steps(*device.drain), entering, own | copied, UNDRAINED)
     acquired = [*steps(*device.acquire, *device.hand_on), barriers]
-    always(acquired, by(load, *readers) | in_copies(load), acquires & polls, EARLY_READ)
-    always([barriers], given_up, polls, "lane 0 may look for an abort while others still wait")
+    always(acquired, reads, acquires & polls, EARLY_READ)
+    always([barriers], last_looks, polls, "lane 0 may look for an abort while others still wait")
     for writer, reader in handed_on:
         stores, loads = found[f"store in {writer}"], found[f"load in {reader}"]
         always([barriers], loads, stores, f"{reader} may read what {writer} still writes")
@@ -124,6 +125,20 @@ def entering_faults(
     unwritten = "lanes may read shared memory before it is written"
     always(written, kernel.find(device.read_shared), shared, unwritten)
     return faults
+
+
+def _is_repeated(
+    kernel: Kernel, poll: int, polls: set[int], sleep: str, barriers: set[int]
+) -> bool:
+    """After a pause, perhaps in a copy of its code, and not just in a loop over flags."""
+
+    def wait_of(k: int) -> tuple[Frame, ...]:
+        frames = kernel.instructions[k].frames
+        return frames[kernel.instructions[k].functions.index("seen") :]
+
+    pauses = kernel.after([poll], barriers) & kernel.find(sleep)
+    again = kernel.after(pauses, barriers) & polls
+    return wait_of(poll) in map(wait_of, again)
 
 
 def synchronising_faults(kernel: Kernel, device: Device) -> list[str]:

@@ -17,7 +17,7 @@ class Broken:
     """Several breaks at once, where they do not hide each other.
 
     faults: in both kernels that enter a call, how each begins. direct: in the one that plans
-    besides. sites: of call sites, likewise in both and in the one.
+    besides. sites: of call sites, likewise.
     """
 
     arches: tuple[str, ...]
@@ -41,7 +41,7 @@ def no_drain(after: str) -> Edit:
 OWN_ROW, COPIES, LAST = r"for \(u32 k = 1", r"for \(u32 j = 1 \+ target\.lane", "return target"
 NO_RELEASE = "a flag without a release"
 NO_ACQUIRE = Edit(MAPPED, r" && target\.load_acquire\(flag\) >= stamp", "")
-UNACQUIRED = "load_acquire < seen_at < seen: 0, not 2"
+UNACQUIRED = "load_acquire < seen_at < seen: 0, "
 PAST_COHERENCE = r"\1 __ldg(&counts_of(r)[keys()])"
 ARRAY = Edit(  # in a lane's own memory
     STATIC,
@@ -49,6 +49,7 @@ ARRAY = Edit(  # in a lane's own memory
     r"u64 few[64]; for (u32 k = 0; k < 64; ++k) few[k] = counts_of(k)[0];"
     r"\1 few[target.lane() % 64];",
 )
+MEMORY = ["bad access: STL", "bad access: LDL"]
 BREAKS = {
     "no-barriers": Broken(
         ("sm_90", "gfx942"),
@@ -58,7 +59,7 @@ BREAKS = {
             no_barrier(ENTER, r"target\.drain\(\);.*", LAST),
             Edit(  # each lane goes on by itself, once lane 0 has seen the flag
                 ENTER,
-                r"target\.template broadcast<u32>\(\s*\[&\]\(u32& word\) \{ word = (await.*?) \}\)",
+                r"target\.template broadcast<u32>\(\[.*\{\s*word = (await.*?);\s*\}\)",
                 r"target.lane() != 0 || \1",
             ),
             no_barrier(STATIC, r"fixed\.outcome\[2\] = 0;\n    \}"),
@@ -122,7 +123,7 @@ BREAKS = {
             Edit(STATIC, r"(const u64 bad =) counts_of\(r\)\[keys\(\)\]", PAST_COHERENCE),
             ARRAY,
         ],
-        [NO_RELEASE, "no acquire", "bad access: LDG.E.64.CONSTANT", "bad access: STL"],
+        [NO_RELEASE, "no acquire", "bad access: LDG.E.64.CONSTANT", *MEMORY],
         sites=[UNACQUIRED],
     ),
     "hip-reads": Broken(
