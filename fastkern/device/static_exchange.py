@@ -51,8 +51,10 @@ class StaticExchange:
 
     Where errors appear: what the host can see of its arguments, at once, on this rank alone. A bad
     index, and more rows than there is room for (duplicates of an expert in a token's choices): the
-    call moves nothing on any rank, outputs hold anything, and the next call or check() of every
-    rank raises ValueError. Deadlines as the communicator's, which they break.
+    call moves nothing on any rank, outputs hold anything, a line is logged, and check() raises
+    ValueError, once, on every rank. (Calls do not: ranks learn of it at different times, and one
+    that left out a call would leave the others waiting.) Deadlines as the communicator's, which
+    they break.
     """
 
     def __init__(
@@ -105,8 +107,8 @@ class StaticExchange:
         the other). Rows in which nothing was received have weight 0, index -1, and zeros where
         zero_padding asks for them. They may be used in stream order.
 
-        Raises TypeError or ValueError for bad arguments, on this rank; and what went wrong in
-        earlier calls, as far as it is known.
+        Raises TypeError or ValueError for bad arguments, on this rank; and what broke the
+        communicator, as far as it is known.
         """
         one = isinstance(x, torch.Tensor)
         xs: list[Any] = [x] if one else list(x)
@@ -286,7 +288,7 @@ class StaticExchange:
         if self._closed:
             raise ClosedError("the static exchange is closed")
         if not self._runtime.streams.capturing():
-            self.check()
+            self._runtime.check()
         return self._site.begin()
 
     def _end(self, stream: int, used: Sequence[torch.Tensor]) -> None:
@@ -300,7 +302,7 @@ class StaticExchange:
     def check(self) -> None:
         """Raise what went wrong in calls and replays, as far as they have ended; never waits.
 
-        Of what moved nothing once; what broke the communicator each time.
+        ValueError for a call that moved nothing, once; what broke the communicator, each time.
         """
         self._runtime.check()
         self._site.check()

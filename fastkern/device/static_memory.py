@@ -22,6 +22,7 @@ from ..planner.table import flag_slots
 from .driver import Driver
 from .records import KERNEL_ARGS, MOE_ARGS, STATIC_ARGS, STATIC_VALUES, new_record
 from .route_records import num_keys, num_units
+from .static_outcome import OUTCOME_BYTES
 from .static_tables import DirectPlan, StaticTables, most_counts
 from .transfer import upload
 from .virtual_launch import CommonArgs
@@ -188,7 +189,7 @@ class StaticMemory:
             "totals": 8 * self.num_keys,
             "bad": 8 * (units + 1),
             "entries": 8,
-            "outcome": 24,
+            "outcome": OUTCOME_BYTES,
             "handle": int(self.headers[rank]["handle_bytes"][0]),
         }
         for reverse in self._shape.reverses:

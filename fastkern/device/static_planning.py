@@ -22,6 +22,7 @@ class HostPlanning:
 
     def __init__(self, driver: Driver, planner: Any, num_counts: int) -> None:
         self.planner = planner
+        self._logged = ""
         self.num_count_bytes = 8 * num_counts
         self.num_bytes = int(planner.layout["bytes"])
         with ExitStack() as made:
@@ -38,6 +39,14 @@ class HostPlanning:
     def first(self) -> bytes:
         """What was planned of nothing."""
         return host_view(self.out, self.num_bytes).tobytes()
+
+    def news(self) -> str:
+        """Why a call could not be planned, for the log, once."""
+        text = str(self.planner.error)
+        if text == self._logged:
+            return ""
+        self._logged = text
+        return text
 
     def check(self) -> None:
         """Raise ValueError for a call, since the last look, that could not be planned."""

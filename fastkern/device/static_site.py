@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from .memory import SymmetricHeap
 from .records import CONTROL
 from .static_launches import StaticLaunches
 from .static_memory import StaticHeap, StaticMemory
-from .static_outcome import OUTCOME_BYTES, outcome_error
+from .static_outcome import OUTCOME_BYTES, Refusals
 from .static_planning import HostPlanning, make_planning
 from .static_tables import DirectPlan
 from .together import together
@@ -27,6 +28,8 @@ from .virtual_memory import host_view
 
 if TYPE_CHECKING:
     from .device_runtime import DeviceRuntime
+
+log = logging.getLogger("fastkern")
 
 _OP = "static exchange"
 _STATUS_BYTES = CONTROL.itemsize + OUTCOME_BYTES
@@ -46,6 +49,7 @@ class StaticSite:
         self._runtime = runtime
         self._topology = topology
         self._recorded = False
+        self._refusals, self._logged = Refusals(shape), Refusals(shape)
         driver, group = runtime.driver, runtime.group
         direct = DirectPlan(shape, topology, chunk_bytes) if shape.planner == "device" else None
         needs = StaticHeap.of(shape, topology, direct)
@@ -134,20 +138,23 @@ class StaticSite:
 
     # -- failures ----------------------------------------------------------------------------------
 
+    def _outcome(self) -> Any:
+        return host_view(self._status + CONTROL.itemsize, OUTCOME_BYTES).view(np.uint64).copy()
+
     def check(self) -> None:
-        """Raise what calls that have ended did not move, once."""
-        raw = host_view(self._status + CONTROL.itemsize, OUTCOME_BYTES)
-        error = outcome_error(raw.view(np.uint64).copy(), self.shape)
+        """Raise ValueError for a call that has ended and moved nothing, once."""
+        error = self._refusals.news(self._outcome())
         if error is not None:
-            outcome, stream = self.memory.rank[0]["outcome"], self._runtime.streams.current()
-            self._runtime.driver.fill(outcome, 0, OUTCOME_BYTES, stream)
-            raw[:] = 0
             raise error
         for planning in self._planning:
             planning.check()
 
     def look(self) -> FastkernError | None:
         """What made a kernel give up, as far as the host's memory says."""
+        if refusal := self._logged.news(self._outcome()):
+            log.error("%s", refusal)
+        for text in filter(None, (planning.news() for planning in self._planning)):
+            log.error("static dispatch: %s; the call moved nothing", text)
         word = int(control_record(host_view(self._status, CONTROL.itemsize))["abort"])
         if not word:
             return None

@@ -18,7 +18,7 @@ from .records import CONTROL
 from .slice_heap import SliceHeap
 from .static_launches import StaticLaunches
 from .static_memory import StaticHeap, StaticMemory
-from .static_outcome import OUTCOME_BYTES, outcome_error
+from .static_outcome import OUTCOME_BYTES, Refusals
 from .static_planning import HostPlanning, make_planning
 from .static_tables import DirectPlan
 from .virtual_errors import control_record, launch_error
@@ -47,6 +47,7 @@ class VirtualStatic:
         self._cluster = cluster
         self._ranks = range(cluster.num_ranks)
         self._epoch = 0
+        self._refusals = [Refusals(shape) for _ in range(cluster.num_ranks)]
         self._graph: int | None = None
         self._calls: list[DispatchCall] = []
         self._routes: list[Any] = []  # RouteArgs
@@ -272,15 +273,13 @@ class VirtualStatic:
         return None
 
     def _refusal(self) -> Exception | None:
-        """Why a call moved nothing, by the first rank that says so; of all ranks it is taken off,
-        so that the next call starts with a clean slate."""
+        """Why a call moved nothing, by the first rank that says so."""
         found: list[Exception] = []
-        for rank in self._ranks:
+        for rank, refusals in zip(self._ranks, self._refusals, strict=True):
             outcome = self.memory.rank[rank]["outcome"]
             said = self._cluster.copier.read(outcome, OUTCOME_BYTES).view(np.uint64)
-            if error := outcome_error(said, self.shape):
+            if error := refusals.news(said):
                 found.append(error)
-                self._cluster.copier.write(outcome, np.zeros(OUTCOME_BYTES, dtype=np.uint8))
         for planning in self._planning:
             try:
                 planning.check()

@@ -41,27 +41,27 @@ static_assert(sizeof(RowPatch) == 8, "layout");
 using RowPatches = const RowPatch*;
 
 // What is the same in every call of one rank; in device memory.
-#define FASTKERN_STATIC_ARGS_FIELDS(X)                                                            \
-    X(ValuesOfCall, values) /* of a launch that brings none */                                    \
-    X(MoeArgsToWrite, moe)  /* where the values of one that does go */                            \
-    X(ArgsOfRanks, call)    /* KernelArgs of the dispatch that follows */                         \
-    X(u64, records)         /* offset in data of the entry records, [2][R] */                     \
-    X(u64, record_bytes)    /* a multiple of 16. u64: keys, then 0 or 1 + bad position */         \
-    X(Words, entries)       /* calls entered */                                                   \
-    X(Words, outcome)       /* [3] 0, or 1 + rank of a call that moved nothing; position of its \
-                               bad index, ~0: too many rows for it (these stay); 1: so is this \
-                               call */ \
-    X(Words, counts)        /* planned: [R][keys], then own tokens */                             \
-    X(u64, entry_ns)        /* deadline */                                                        \
-    X(ConstIndices, expert_order) /* direct: [E] experts by owner, then by index there */         \
-    X(ConstWords, most_rows)      /* direct: [R] rows of the outputs */                           \
-    X(Words, expert_rows)         /* direct: [E] of all ranks, padded */                          \
-    X(Words, slot_base)           /* direct: [E] see RouteArgs */                                 \
-    X(Words, tokens_per_expert)   /* direct: [own experts] */                                     \
-    X(Words, tables)              /* direct */                                                    \
-    X(RowPatches, patches)        /* direct: [num_patches] */                                     \
-    X(u64, alignment)                                                                             \
-    X(u32, num_patches)                                                                           \
+#define FASTKERN_STATIC_ARGS_FIELDS(X)                                                           \
+    X(ValuesOfCall, values) /* of a launch that brings none */                                   \
+    X(MoeArgsToWrite, moe)  /* where the values of one that does go */                           \
+    X(ArgsOfRanks, call)    /* KernelArgs of the dispatch that follows */                        \
+    X(u64, records)         /* offset in data of the entry records, [2][R] */                    \
+    X(u64, record_bytes)    /* a multiple of 16. u64: keys, then 0 or 1 + bad position */        \
+    X(Words, entries)       /* calls entered */                                                  \
+    X(Words, outcome) /* [4] 1: this call moves nothing; how many have not so far; of the last \
+                               of those, a rank, and the position of its bad index, or ~0: too many \
+                               rows for it */ \
+    X(Words, counts)  /* planned: [R][keys], then own tokens */                                  \
+    X(u64, entry_ns)  /* deadline */                                                             \
+    X(ConstIndices, expert_order) /* direct: [E] experts by owner, then by index there */        \
+    X(ConstWords, most_rows)      /* direct: [R] rows of the outputs */                          \
+    X(Words, expert_rows)         /* direct: [E] of all ranks, padded */                         \
+    X(Words, slot_base)           /* direct: [E] see RouteArgs */                                \
+    X(Words, tokens_per_expert)   /* direct: [own experts] */                                    \
+    X(Words, tables)              /* direct */                                                   \
+    X(RowPatches, patches)        /* direct: [num_patches] */                                    \
+    X(u64, alignment)                                                                            \
+    X(u32, num_patches)                                                                          \
     X(u32, first_slot) /* entry flags: rails [N], local [R] */
 FASTKERN_RECORD(StaticArgs, FASTKERN_STATIC_ARGS_FIELDS);
 static_assert(sizeof(StaticArgs) == 144, "layout");
@@ -210,13 +210,16 @@ class Preparation {
         return reinterpret_cast<const u64*>(row_of(rank));
     }
     FASTKERN_DEVICE bool refused() const {
-        return call_.target.load_relaxed(&fixed_.outcome[2]) != 0;
+        return call_.target.load_relaxed(&fixed_.outcome[0]) != 0;
     }
     // Several lanes may: one reason is kept.
     FASTKERN_DEVICE void refuse(u32 rank, u64 position) const {
-        call_.target.store_relaxed(&fixed_.outcome[2], 1);
-        if (call_.target.compare_and_swap(&fixed_.outcome[0], 0, u64{rank} + 1))
-            call_.target.store_relaxed(&fixed_.outcome[1], position);
+        const auto& target = call_.target;
+        u64* const words = fixed_.outcome;
+        if (!target.compare_and_swap(&words[0], 0, 1)) return;
+        target.store_relaxed(&words[1], target.load_relaxed(&words[1]) + 1);
+        target.store_relaxed(&words[2], rank);
+        target.store_relaxed(&words[3], position);
     }
 };
 
@@ -237,7 +240,7 @@ FASTKERN_DEVICE void prepare_dispatch(const Target& target, const StaticLaunch& 
         shared.board =
             EntryBoard{fixed.records,   fixed.record_bytes, *fixed.entries + 1,   fixed.first_slot,
                        route.num_ranks, route.servers,      route.gpus_per_server};
-        fixed.outcome[2] = 0;
+        fixed.outcome[0] = 0;
     }
     target.barrier();
     const Transport<Target> transport(target, args);

@@ -275,3 +275,37 @@ def test_a_rank_that_does_not_come(shared_pools: SharedPools, planner: str) -> N
         assert text.startswith("DeadlineError: static exchange"), texts
         assert "entry" in text, texts
         assert "rank 2" in text, texts
+
+
+def told_at_other_times(rank: int, ranks: int, planner: str) -> str:
+    """Rank 0 knows of the refusal before its next call, rank 1 does not."""
+    del ranks
+    with device_communicator(1) as comm:
+        case = StaticCase(planner=planner, num_experts=4, topk=2)
+        with static_of(comm, case) as exchange:
+            streams = leave_work_to_itself(comm)
+            bad = inputs(case, 6, torch.Generator().manual_seed(rank))
+            bad.idx[2, 0] = 4 if rank == 1 else -1
+            exchange.dispatch(bad.xs, bad.idx, bad.weights)
+            if rank == 0:
+                streams.wait()
+            good = inputs(case, 5, torch.Generator().manual_seed(10 + rank))
+            got = exchange.dispatch(good.xs, good.idx, good.weights)
+            streams.wait()
+            text = message(exchange.check)
+            exchange.check()
+            streams.waits = True
+            z = exchange.combine(experts(case, got.recv_x[0]), got.recv_topk_weights)
+            right, y = sums_of(comm, case, good)
+            compare(case, received(case, got), right, planner)
+            assert torch.equal(z, y)
+            return text
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_a_refusal_that_ranks_learn_of_at_other_times(
+    shared_pools: SharedPools, planner: str
+) -> None:
+    """Nobody leaves out a call because of it."""
+    for text in shared_pools.pool(2).run(told_at_other_times, planner):
+        assert text.startswith("ValueError: static dispatch: topk_idx[2][0] of rank 1"), text

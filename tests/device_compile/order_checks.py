@@ -99,7 +99,7 @@ def entering_faults(
         **{f"load in {name}": by(load, name) for name in readers},
     }
     for writer, reader in handed_on:
-        found |= {f"store in {writer}": kernel.find(store, writer)}
+        found |= {f"store in {writer}": kernel.find(f"{store}|{device.swap}", writer)}
         found |= {f"load in {reader}": by(load, reader) or kernel.find(load, reader)}
     faults = [f"no {name}" for name, places in found.items() if not places]
 

@@ -62,7 +62,7 @@ BREAKS = {
                 r"target\.template broadcast<u32>\(\[.*\{\s*word = (await.*?);\s*\}\)",
                 r"target.lane() != 0 || \1",
             ),
-            no_barrier(STATIC, r"fixed\.outcome\[2\] = 0;\n    \}"),
+            no_barrier(STATIC, r"fixed\.outcome\[\d\] = 0;\n    \}"),
             no_barrier(STATIC, r"refuse\(r, bad - 1\);"),
             no_barrier(STATIC, r"route_count\(route_, unit\);"),
             no_barrier(STATIC, r"route_scan\(route_, key\);"),

@@ -43,7 +43,7 @@ struct Ranks {
 
     std::string run(u32 rank, const std::vector<u32>& delays_us) {
         const u32 r = topology.num_ranks();
-        std::vector<u64> totals(keys()), bad(2), counts(r * keys() + 1), outcome(3), entries(1);
+        std::vector<u64> totals(keys()), bad(2), counts(r * keys() + 1), outcome(4), entries(1);
         HandleHeader handle{};
         MoeArgs moe{};
         for (u32 entry = 1; entry <= kEntries; ++entry) {
@@ -102,7 +102,9 @@ struct Ranks {
                     if (counts[from * keys() + key] != (spoiled ? 0 : count_of(from, entry, key)))
                         return where + ": wrong count of rank " + std::to_string(from);
             if (counts.back() != (spoiled ? 0 : entry)) return where + ": wrong tokens";
-            if (entry >= bad_entry && (outcome[0] != bad_rank + 1 || outcome[1] != 7))
+            if (outcome[0] != spoiled || outcome[1] != (entry >= bad_entry))
+                return where + ": wrong verdict";
+            if (entry >= bad_entry && (outcome[2] != bad_rank || outcome[3] != 7))
                 return where + ": does not say which index is bad";
         }
         return {};
