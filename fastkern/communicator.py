@@ -380,6 +380,7 @@ class Communicator:
         zero_padding: bool = False,
         planner: str = "device",
         gradients: bool = False,
+        num_blocks: int | None = None,
     ) -> StaticExchange:
         """Dispatches and combines of one shape that the host only enqueues. Collective.
 
@@ -392,14 +393,15 @@ class Communicator:
         x, expert_out: tensors like those of the calls, for the shape and dtype of their rows;
         expert_out None: no combine. topk: K. weights_dtype: of topk_weights, None: none travel.
         num_max_tokens_per_rank: the most tokens of any rank; memory is reserved for them.
-        gradients: calls can be differentiated, backward before the next dispatch. Others as in
-        `dispatch` and `combine`.
+        gradients: calls can be differentiated, backward before the next dispatch. num_blocks: of
+        their launches, see Communicator. Others as in `dispatch` and `combine`.
 
         Raises ValueError or TypeError, the same on every rank; HeapMemoryError where there is too
         little memory.
         """
         xs = [x] if isinstance(x, torch.Tensor) else list(x)
         shape: StaticShape | Exception
+        blocks = 0
         try:
             if self.transport.capabilities.across_hosts and self.topology.servers > 1:
                 raise ValueError(
@@ -424,17 +426,22 @@ class Communicator:
                 self.num_ranks,
                 gradients,
             )
+            most_bytes = shape.num_max_tokens * shape.format.row_bytes
+            given = self.moe.blocks.check(num_blocks)
+            blocks = self.moe.blocks.of(given, "dispatch", most_bytes)
         except Exception as error:  # the other ranks must learn of it
             shape = error
-        return self.turns.call(lambda: self._make_static(shape))
+        return self.turns.call(lambda: self._make_static(shape, blocks))
 
-    def _make_static(self, shape: StaticShape | Exception) -> StaticExchange:
+    def _make_static(self, shape: StaticShape | Exception, num_blocks: int) -> StaticExchange:
         text = shape if isinstance(shape, Exception) else shape.agreement()
         record = encode_call(OP_STATIC, text, "", np.zeros(0, dtype=np.uint64))
         agreed_bodies(self._runtime.exchange(record, "static_exchange"))
         assert isinstance(shape, StaticShape)  # else the agreement has raised
         return self._runtime.guarded(
-            lambda: self._runtime.make_static(shape, self.topology, self.turns, self._chunk_bytes)
+            lambda: self._runtime.make_static(
+                shape, self.topology, self.turns, self._chunk_bytes, num_blocks
+            )
         )
 
     def barrier(self) -> None:

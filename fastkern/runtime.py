@@ -87,7 +87,12 @@ class Runtime(Protocol):
         """Run the kernel of a dispatch or combine, as `launch`. arguments: see moe/backend.py."""
 
     def make_static(
-        self, shape: StaticShape, topology: Topology, turns: Turns, chunk_bytes: int
+        self,
+        shape: StaticShape,
+        topology: Topology,
+        turns: Turns,
+        chunk_bytes: int,
+        num_blocks: int,
     ) -> StaticExchange:
         """A static exchange, a step of a call that all ranks have entered.
 

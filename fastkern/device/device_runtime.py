@@ -134,10 +134,15 @@ class DeviceRuntime:
     # -- static exchanges --------------------------------------------------------------------------
 
     def make_static(
-        self, shape: StaticShape, topology: Topology, turns: Turns, chunk_bytes: int
+        self,
+        shape: StaticShape,
+        topology: Topology,
+        turns: Turns,
+        chunk_bytes: int,
+        num_blocks: int,
     ) -> StaticExchange:
         """A static exchange; a step of a call that all ranks have entered."""
-        made = StaticExchange(self, turns, shape, topology, chunk_bytes)
+        made = StaticExchange(self, turns, shape, topology, chunk_bytes, num_blocks)
         with self._lock:
             self._statics.append(made)
         return made

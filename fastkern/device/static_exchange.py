@@ -64,6 +64,7 @@ class StaticExchange:
         shape: StaticShape,
         topology: Topology,
         chunk_bytes: int,
+        num_blocks: int,
     ) -> None:
         self.shape = shape
         self._runtime = runtime
@@ -73,7 +74,7 @@ class StaticExchange:
         self._info = shape.info(runtime.rank, topology, 0)
         self.serial = 0  # of the last dispatch
         self._num_tokens: int | None = None  # of the last dispatch
-        self._site = StaticSite(runtime, shape, topology, chunk_bytes)
+        self._site = StaticSite(runtime, shape, topology, chunk_bytes, num_blocks)
         self.received = ReceivedRows(runtime, self._site, shape, self.num_recv_rows)
         self._closed = False
 

@@ -43,11 +43,17 @@ class StaticSite:
     """
 
     def __init__(
-        self, runtime: DeviceRuntime, shape: StaticShape, topology: Topology, chunk_bytes: int
+        self,
+        runtime: DeviceRuntime,
+        shape: StaticShape,
+        topology: Topology,
+        chunk_bytes: int,
+        num_blocks: int,
     ) -> None:
         self.shape = shape
         self._runtime = runtime
         self._topology = topology
+        self._num_blocks = num_blocks
         self._recorded = False
         self._refusals, self._logged = Refusals(shape), Refusals(shape)
         driver, group = runtime.driver, runtime.group
@@ -79,7 +85,7 @@ class StaticSite:
                 topology,
                 [runtime.rank],
                 self.memory,
-                runtime.num_blocks,
+                num_blocks,
                 runtime.num_lanes,
                 self._planning,
             )
@@ -93,7 +99,7 @@ class StaticSite:
             flags=self.heap.flags_table,
             data=self.heap.data_table,
             progress_ns=runtime.progress_ns,
-            num_blocks=runtime.num_blocks,
+            num_blocks=self._num_blocks,
             traces=[],
             trace_capacity=0,
         )

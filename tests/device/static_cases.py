@@ -30,6 +30,7 @@ class StaticCase:
     expert_to_rank: tuple[int, ...] | None = None
     narrow: bool = True  # expert outputs; else as wide as the tokens
     gradients: bool = False
+    num_blocks: int | None = None
 
     def options(self) -> dict[str, Any]:
         """Of the eager dispatch."""
@@ -112,6 +113,7 @@ def static_of(comm: Communicator, case: StaticCase) -> Any:
         wire_dtype=case.wire,
         planner=case.planner,
         gradients=case.gradients,
+        num_blocks=case.num_blocks,
         **options,
     )
 

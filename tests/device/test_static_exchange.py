@@ -36,7 +36,7 @@ CASES = (
     StaticCase(layout="rank"),
     StaticCase(weights=None, topk=1),
     StaticCase(dtype=torch.float64, weights=torch.float64, topk=7),
-    StaticCase(num_experts=5, topk=2, most=40),
+    StaticCase(num_experts=5, topk=2, most=40, num_blocks=1),
 )
 
 

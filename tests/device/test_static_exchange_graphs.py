@@ -194,6 +194,7 @@ def wrong_arguments(rank: int, ranks: int) -> list[str]:
             lambda: comm.static_exchange(x, **options, wire_dtype=torch.float32),
             lambda: comm.static_exchange(x, **options, expert_out=x[1]),
             lambda: comm.static_exchange(x, **options, weights_dtype=torch.bfloat16),
+            lambda: comm.static_exchange(x, **options, num_blocks=99),
         ]
         texts = [message(call) for call in made]
         given = inputs(case, 9, torch.Generator().manual_seed(rank))
@@ -232,6 +233,7 @@ def test_arguments(shared_pools: SharedPools) -> None:
         "wire_dtype is of a combine",
         "expert_out must be float64",
         "weights_dtype must be float32",
+        "num_blocks must be 1 to",
         "combine: there was no dispatch before",
         "x has rows [[12]], the exchange was made for [[12], [3]]",
         "topk_weights is None",

@@ -41,6 +41,7 @@ ENTERING: CallSites = {
         # the rank that would bring it has entered.
         "seen_at < seen": 4,
         "peek < await_entry": 2,  # what was found instead, for the error record
+        "refuse < enter": 1,  # how many calls were refused
     },
     "load_acquire": {
         "seen_at < seen": 4,  # what a poll has found
@@ -51,9 +52,9 @@ ENTERING: CallSites = {
     "compare_and_swap": {
         "abort_call < await_entry": 2,  # one record per rank
         "raise_abort_from < raise_abort": 4,  # the home word, then all others
-        "refuse < enter": 1,  # a bad index: one reason is kept
+        "refuse < enter": 1,  # a bad index: this call moves nothing, for one reason
     },
-    "store_relaxed": {"refuse < enter": 2},  # this call moves nothing, and why
+    "store_relaxed": {"refuse < enter": 3},  # one more is, whose fault, and where
     "store_release": {
         "signal < put": 1,  # rail: behind the put's barrier
         "signal < enter_call": 1,  # local: behind the copies' barrier
@@ -72,9 +73,9 @@ ENTERING: CallSites = {
 OWN: dict[str, CallSites] = {
     ENTER: {"load_relaxed": {"refused < report": 1}},
     DIRECT: {
-        "load_relaxed": {"refused < bind": 1},
+        "load_relaxed": {"refused < bind": 1, "refuse < bind": 1},
         "compare_and_swap": {"refuse < bind": 1},  # more rows than there is room for
-        "store_relaxed": {"refuse < bind": 2},
+        "store_relaxed": {"refuse < bind": 3},
         "barrier": {
             "count < prepare_dispatch": 2,  # counts; places, and this rank's totals
             "bind < prepare_dispatch": 2,  # rows of each expert; whether this call is refused
