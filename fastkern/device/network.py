@@ -15,11 +15,13 @@ In this order, on all ranks:
 
 Libraries wait for all ranks in some of their calls. Where one rank fails in such a call, or does
 not get that far, the others would wait for ever: they wait in a thread, and give up when they are
-told, or at the deadline (`Steps`). The thread stays behind until the library lets go of it.
+told, or at the deadline (`Steps`). The thread stays behind until the library lets go of it; from
+then on nothing that the library does for this communicator is waited for without an end.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -34,9 +36,12 @@ from .driver import Driver
 from .peer_memory import PeerMemory
 from .together import FollowedError, logged, together
 
+log = logging.getLogger("fastkern")
+
 T = TypeVar("T")
 
 _LOOK_S = 0.1  # between questions whether another rank has failed
+_UNDO_S = 10.0  # for a library that is stuck to let go
 _SHARE_OF_DEADLINE = 0.9  # so that ranks still meet, to say who has failed
 
 
@@ -85,9 +90,13 @@ class Setting:
 
 
 class Steps:
-    """Steps that all ranks take together, counted alike on all of them."""
+    """Steps that all ranks take together, counted alike on all of them.
+
+    stuck: a call of the library has been given up, and may be under way still.
+    """
 
     def __init__(self, setting: Setting) -> None:
+        self.stuck = False
         self._setting = setting
         self._count = 0
 
@@ -107,12 +116,16 @@ class Steps:
             running = _Running(call, setting.driver)
             limit_s = setting.timeout_s * _SHARE_OF_DEADLINE
             end = time.monotonic() + limit_s
-            while not running.done.wait(_LOOK_S):
-                setting.check()
-                if setting.link.failed(step):
-                    raise FollowedError("another rank has failed in it")
-                if time.monotonic() > end:
-                    raise FastkernError(f"it has not ended within {limit_s:g} s")
+            try:
+                while not running.done.wait(_LOOK_S):
+                    setting.check()
+                    if setting.link.failed(step):
+                        raise FollowedError("another rank has failed in it")
+                    if time.monotonic() > end:
+                        raise FastkernError(f"it has not ended within {limit_s:g} s")
+            except BaseException:
+                self.stuck = True
+                raise
             if running.error is not None:
                 raise running.error
             return running.value  # type: ignore[no-any-return]
@@ -125,6 +138,16 @@ class Steps:
                 raise
 
         return together(setting.group, what, telling)
+
+    def undo(self, what: str, call: Callable[[], None]) -> None:
+        """A call that lets go of something, failures being logged; not waited for without an end
+        where the library may be stuck."""
+        if not self.stuck:
+            logged(what, call)
+            return
+        running = _Running(lambda: logged(what, call), self._setting.driver)
+        if not running.done.wait(_UNDO_S):
+            log.warning("%s: the library has not let go within %g s", what, _UNDO_S)
 
 
 class _Running:

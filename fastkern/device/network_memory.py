@@ -86,7 +86,7 @@ class LibraryNetwork:
         if self._closed:
             return
         self._closed = True
-        logged(f"closing {self.name}", self.stop_library)
+        self.steps.undo(f"closing {self.name}", self.stop_library)
         while self._pieces:
             logged(f"closing {self.name}", partial(self.setting.driver.free, self._pieces.pop()))
 
@@ -146,9 +146,11 @@ class LibraryNetwork:
         region.addresses = ()
 
     def free(self, region: PeerRegion) -> None:
-        """See PeerMemory."""
+        """See PeerMemory. Where the library may be using it, that is stopped first."""
+        if self.steps.stuck:
+            self.close()
         if region.own or region.kept:
-            logged("release of the heap", partial(self.release, region))
+            self.steps.undo("release of the heap", partial(self.release, region))
         region.own, region.addresses = 0, ()
         region.kept.clear()
 

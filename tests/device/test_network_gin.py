@@ -172,7 +172,7 @@ def test_a_call_that_fails(four: Pool, call: str, times: int, done: list[str]) -
                 expected.append("abort")
             assert calls[at + 1 :] == expected
         elif call != "init":
-            assert calls[-1] == "abort"
+            assert "abort" in calls  # before the memory goes, where it waits inside NCCL
         counts = [calls.count(name) for name in ("mem_alloc", "mem_free")]
         if rank != 1:
             assert counts[0] == counts[1]

@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 from fastkern import Communicator
 from fastkern.device.host_driver import HostDriver
-from fastkern.device.network_shmem import ShmemSession
+from fastkern.device.network_shmem import ShmemNetwork, ShmemSession
 from tests.device.communicators import host_device, message
 from tests.device.fake_shmem import FakeShmem, TabledNetwork
 from tests.device.shared_network import hosts_of, on_network
@@ -60,6 +61,22 @@ def test_a_whole_life(four: Pool) -> None:
     """Of two communicators, one after the other: the library starts once, and what the first had is
     freed by all ranks when the second begins."""
     four.run(whole_life)
+
+
+def test_only_what_all_have_let_go_of_is_freed() -> None:
+    """In the order in which it was allocated, which is the same on all ranks."""
+    freed: list[int] = []
+    library: Any = SimpleNamespace(name="a library", free=freed.append)
+    session = ShmemSession(library)
+    session.retired.update({4: 40, 2: 20, 7: 70, 1: 10})
+    network = ShmemNetwork(SimpleNamespace(), session)  # type: ignore[arg-type]
+    others = [[2, 4, 5, 7], [1, 4, 7]]
+    network.steps = SimpleNamespace(  # type: ignore[assignment]
+        local=lambda what, step: [step(), *others], collective=lambda what, call: call()
+    )
+    network.prepare_memory()
+    assert freed == [40, 70]
+    assert session.retired == {2: 20, 1: 10}
 
 
 def two_at_once(rank: int, ranks: int) -> None:
