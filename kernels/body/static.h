@@ -41,27 +41,27 @@ static_assert(sizeof(RowPatch) == 8, "layout");
 using RowPatches = const RowPatch*;
 
 // What is the same in every call of one rank; in device memory.
-#define FASTKERN_STATIC_ARGS_FIELDS(X)                                                           \
-    X(ValuesOfCall, values) /* of a launch that brings none */                                   \
-    X(MoeArgsToWrite, moe)  /* where the values of one that does go */                           \
-    X(ArgsOfRanks, call)    /* KernelArgs of the dispatch that follows */                        \
-    X(u64, records)         /* offset in data of the entry records, [2][R] */                    \
-    X(u64, record_bytes)    /* a multiple of 16. u64: keys, then 0 or 1 + bad position */        \
-    X(Words, entries)       /* calls entered */                                                  \
-    X(Words, outcome) /* [4] 1: this call moves nothing; how many have not so far; of the last \
-                               of those, a rank, and the position of its bad index, or ~0: too many \
-                               rows for it */ \
-    X(Words, counts)  /* planned: [R][keys], then own tokens */                                  \
-    X(u64, entry_ns)  /* deadline */                                                             \
-    X(ConstIndices, expert_order) /* direct: [E] experts by owner, then by index there */        \
-    X(ConstWords, most_rows)      /* direct: [R] rows of the outputs */                          \
-    X(Words, expert_rows)         /* direct: [E] of all ranks, padded */                         \
-    X(Words, slot_base)           /* direct: [E] see RouteArgs */                                \
-    X(Words, tokens_per_expert)   /* direct: [own experts] */                                    \
-    X(Words, tables)              /* direct */                                                   \
-    X(RowPatches, patches)        /* direct: [num_patches] */                                    \
-    X(u64, alignment)                                                                            \
-    X(u32, num_patches)                                                                          \
+#define FASTKERN_STATIC_ARGS_FIELDS(X)                                                            \
+    X(ValuesOfCall, values) /* of a launch that brings none */                                    \
+    X(MoeArgsToWrite, moe)  /* where the values of one that does go */                            \
+    X(ArgsOfRanks, call)    /* KernelArgs of the dispatch that follows */                         \
+    X(u64, records)         /* offset in data of the entry records, [2][R] */                     \
+    X(u64, record_bytes)    /* a multiple of 16. u64: keys, then 0 or 1 + bad position */         \
+    X(Words, entries)       /* calls entered */                                                   \
+    X(Words, outcome)       /* [4] 1: this call moves nothing; how many have not so far; of the \
+                               last of those a rank, and where its bad index is, or ~0: too \
+                               many rows for it */ \
+    X(Words, counts)        /* planned: [R][keys], then own tokens */                             \
+    X(u64, entry_ns)        /* deadline */                                                        \
+    X(ConstIndices, expert_order) /* direct: [E] experts by owner, then by index there */         \
+    X(ConstWords, most_rows)      /* direct: [R] rows of the outputs */                           \
+    X(Words, expert_rows)         /* direct: [E] of all ranks, padded */                          \
+    X(Words, slot_base)           /* direct: [E] see RouteArgs */                                 \
+    X(Words, tokens_per_expert)   /* direct: [own experts] */                                     \
+    X(Words, tables)              /* direct */                                                    \
+    X(RowPatches, patches)        /* direct: [num_patches] */                                     \
+    X(u64, alignment)                                                                             \
+    X(u32, num_patches)                                                                           \
     X(u32, first_slot) /* entry flags: rails [N], local [R] */
 FASTKERN_RECORD(StaticArgs, FASTKERN_STATIC_ARGS_FIELDS);
 static_assert(sizeof(StaticArgs) == 144, "layout");
