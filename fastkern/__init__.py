@@ -14,6 +14,7 @@ from .errors import (
 )
 from .ops import all_to_all_FAST, all_to_all_single, communicator_of, init, shutdown
 from .stats import CallStats
+from .trace import Trace, merge_traces
 from .transports import Capabilities, Transport, shaped, shm
 from .version import __version__
 from .work import Work
@@ -30,6 +31,7 @@ __all__ = [
     "FastkernError",
     "HeapMemoryError",
     "PeerLostError",
+    "Trace",
     "Transport",
     "WaitRecord",
     "Work",
@@ -38,6 +40,7 @@ __all__ = [
     "all_to_all_single",
     "communicator_of",
     "init",
+    "merge_traces",
     "shaped",
     "shm",
     "shutdown",

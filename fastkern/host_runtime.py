@@ -20,6 +20,7 @@ from .planner.table import flag_slots
 from .records import Words
 from .runtime import RuntimeOptions
 from .stats import CallStats
+from .tracing import host_tracing
 from .turns import Fork, InPlace
 
 log = logging.getLogger("fastkern")
@@ -69,6 +70,7 @@ class HostRuntime:
             flag_slots(topology.servers, topology.gpus_per_server, DEFAULT_CHUNK_SLOTS),
         )
         self._host = self._entry.host
+        self.tracing = host_tracing(self._host)
         if options.buffer_bytes:
             try:
                 self.reserve(options.buffer_bytes)
@@ -154,14 +156,15 @@ class HostRuntime:
         num_blocks: int | None = None,
     ) -> None:
         """Run the kernel; raises DeadlineError when it was aborted."""
-        epoch = self._begin(op)
+        blocks = num_blocks or self._num_blocks
+        epoch = self._begin(op, blocks)
         ended = self._host.launch(
             table.bytes,
             input_address,
             output_address,
             epoch,
             self._progress_ns,
-            self._launch_options(num_blocks or self._num_blocks),
+            self._launch_options(blocks),
         )
         if not ended:
             self._entry.raise_aborted(op, self.call)
@@ -170,15 +173,16 @@ class HostRuntime:
         self, table: StageTable, arguments: Any, op: str, num_blocks: int | None = None
     ) -> None:
         """Run the kernel of a dispatch or combine, as `launch`. arguments: _host.MoeArgs."""
-        epoch = self._begin(op)
-        options = self._launch_options(num_blocks or self._num_blocks)
+        blocks = num_blocks or self._num_blocks
+        epoch, options = self._begin(op, blocks), self._launch_options(blocks)
         ended = self._host.launch_moe(table.bytes, arguments, epoch, self._progress_ns, options)
         if not ended:
             self._entry.raise_aborted(op, self.call)
 
-    def _begin(self, op: str) -> int:
+    def _begin(self, op: str, num_blocks: int) -> int:
         self._entry.epoch += 1
         self._entry.op = op
+        self.tracing.note(self._entry.epoch, op, self.call, num_blocks)
         return self._entry.epoch
 
     def guarded(self, body: Callable[[], T]) -> T:
@@ -208,6 +212,7 @@ class HostRuntime:
 
     def close(self) -> None:
         """Let go of the heap. Peers keep their own mappings."""
+        self.tracing.close()
         self._entry.close()
         del self._host
         self._data = None

@@ -12,6 +12,7 @@ from .moe.static_shape import StaticShape
 from .planner import StageTable, Topology
 from .records import Words
 from .stats import CallStats
+from .tracing import Tracing
 from .transports import Transport
 from .turns import Fork, Turns
 
@@ -39,13 +40,14 @@ class Runtime(Protocol):
 
     device: where tensors are. call: entered so far. epoch: of the last launch; calls in rounds
     launch more than once. Both count from 1, and all ranks count alike. data_bytes: staging and
-    window per rank.
+    window per rank. tracing: of its launches.
     """
 
     rank: int
     num_ranks: int
     device: torch.device
     stats: CallStats
+    tracing: Tracing
 
     @property
     def call(self) -> int: ...

@@ -38,6 +38,7 @@ from .moe_record import MoeRecord
 from .records import CONTROL, offset_of
 from .static_exchange import StaticExchange
 from .together import logged
+from .trace_buffer import TraceBuffer
 from .transfer import download, own_stream, pinned
 from .virtual_errors import RECORD_WRITTEN, control_record
 from .virtual_launch import CommonArgs, PreparedLaunch
@@ -108,6 +109,9 @@ class DeviceRuntime:
             )
             self._ring = LaunchRing(self.driver, common, rank)
             made.callback(self._ring.close)
+            self._trace = TraceBuffer(self.driver, self._drain)
+            made.callback(self._trace.close)
+            self.tracing = self._trace.tracing()
             self._watchdog = Watchdog(self, options.progress_timeout_s, f"fastkern-watchdog-{rank}")
             self._owned = made.pop_all()
 
@@ -213,7 +217,10 @@ class DeviceRuntime:
             entry.epoch += 1
             slot.op, slot.call, slot.epoch = op, entry.call, entry.epoch
             block = slot.prepare(table)
-            block.set_num_blocks(num_blocks or self.num_blocks)
+            blocks = num_blocks or self.num_blocks
+            block.set_num_blocks(blocks)
+            block.set_trace(*self._trace.addresses)
+            self.tracing.note(slot.epoch, op, slot.call, blocks)
             bind(block)
             if self._last is not None:
                 self.driver.wait_event(stream, self._last.event)
@@ -370,6 +377,7 @@ class DeviceRuntime:
         for exchange in list(self._statics):
             exchange.close()
         logged("closing", self._drain)
+        logged("the end of a trace", self.tracing.close)
         self.look()
         with self._lock:
             self._ended = True

@@ -126,6 +126,11 @@ class PreparedLaunch:
         self._num_blocks = num_blocks
         self.args["num_blocks"] = num_blocks
 
+    def set_trace(self, events: int, count: int, capacity: int) -> None:
+        """Where each rank's events go from the next launch on: addresses, zeros for nowhere."""
+        self.args["trace"], self.args["trace_count"] = events, count
+        self.args["trace_capacity"] = capacity
+
     def enqueue(self, function: Any, num_lanes: int, stream: int, num_ranks: int) -> None:
         """Bring the block over and start the blocks of the first num_ranks ranks."""
         self.enqueue_upload(stream)

@@ -64,7 +64,7 @@ static_assert(sizeof(Control) == 216, "layout");
     X(u32, chunk)                \
     X(u32, peer)                 \
     X(u32, block)                \
-    X(u32, reserved)
+    X(u32, epoch) /* of the call, its low bits */
 FASTKERN_RECORD(TraceEvent, FASTKERN_TRACE_FIELDS);
 static_assert(sizeof(TraceEvent) == 48, "layout");
 

@@ -77,7 +77,8 @@ FASTKERN_DEVICE void trace_item(const Call& call, const Item& item, u64 begin_ns
     event.chunk = item.chunk;
     event.peer = call.table().streams[item.stream].peer;
     event.block = call.block();
-    event.reserved = 0;
+    // Nobody writes the epoch as long as a block runs: it is the call's before.
+    event.epoch = static_cast<u32>(call.control().epoch) + 1;
 }
 
 // The last block out makes the rank ready for the next call.

@@ -181,16 +181,14 @@ NB_MODULE(_host, m) {
                  return self.rank.launch(block, nullptr, nullptr, &moe, epoch, progress_ns,
                                          options);
              })
-        .def("set_trace_capacity",
-             [](PyRank& self, u64 capacity) { self.rank.set_trace_capacity(capacity); })
-        .def("last_trace",
-             [](PyRank& self) {
-                 nb::list events;
-                 for (const TraceEvent& e : self.rank.last_trace())
-                     events.append(nb::make_tuple(e.begin_ns, e.end_ns, e.bytes, e.queue, e.stage,
-                                                  e.chunk, e.peer, e.block));
-                 return events;
+        .def("start_trace", [](PyRank& self, u64 capacity) { self.rank.start_trace(capacity); })
+        .def("stop_trace",
+             [](PyRank& self) {  // TraceEvent records
+                 const std::vector<TraceEvent> events = self.rank.stop_trace();
+                 return nb::bytes(reinterpret_cast<const char*>(events.data()),
+                                  events.size() * sizeof(TraceEvent));
              })
+        .def("trace_count", [](PyRank& self) { return self.rank.trace_count(); })
         .def("abort_word", [](PyRank& self) { return self.rank.abort_word(); })
         .def("abort_all", [](PyRank& self, u64 epoch) { self.rank.abort_all(epoch); })
         .def("completed_epoch", [](PyRank& self) { return self.rank.completed_epoch(); })

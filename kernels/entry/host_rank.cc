@@ -163,7 +163,6 @@ bool HostRank::launch(const u8* table, const u8* input, u8* output, const MoeArg
     args.epoch = epoch;
     args.progress_ns = progress_ns;
     args.rank = rank_;
-    trace_count_ = 0;
     if (!trace_.empty()) {
         args.trace = trace_.data();
         args.trace_count = &trace_count_;
@@ -172,9 +171,16 @@ bool HostRank::launch(const u8* table, const u8* input, u8* output, const MoeArg
     return launch_on_host(args, options);
 }
 
-std::vector<TraceEvent> HostRank::last_trace() const {
-    const u64 kept = trace_count_ < trace_.size() ? trace_count_ : trace_.size();
-    return {trace_.begin(), trace_.begin() + static_cast<std::ptrdiff_t>(kept)};
+void HostRank::start_trace(u64 capacity) {
+    trace_.assign(capacity, TraceEvent{});
+    trace_count_ = 0;
+}
+
+std::vector<TraceEvent> HostRank::stop_trace() {
+    std::vector<TraceEvent> events;
+    events.swap(trace_);
+    if (trace_count_ < events.size()) events.resize(trace_count_);
+    return events;
 }
 
 u64 HostRank::abort_word() const { return HostTarget::load_acquire(&heap_.controls[rank_]->abort); }

@@ -57,9 +57,10 @@ class HostRank {
     bool launch(const u8* table, const u8* input, u8* output, const MoeArgs* moe, u64 epoch,
                 u64 progress_ns, const LaunchOptions& options);
 
-    // From the next launch on, keep up to `capacity` events of each; 0: none.
-    void set_trace_capacity(u64 capacity) { trace_.resize(capacity); }
-    std::vector<TraceEvent> last_trace() const;  // of the last launch, unordered
+    // From the next launch on, keep events, up to `capacity` in all; no launch may be under way.
+    void start_trace(u64 capacity);
+    std::vector<TraceEvent> stop_trace();             // those that were kept, unordered
+    u64 trace_count() const { return trace_count_; }  // since the start, kept or not
 
     u64 abort_word() const;
     void abort_all(u64 epoch);  // tells every rank to leave; the first origin stays
