@@ -209,6 +209,7 @@ class SymmetricHeap:
         if self._presence.remaining():
             return False
         _leftovers.remove(self)
+        self._presence.close()
         for region in (self._data, self._control):
             if region is not None:
                 self._provider.free(region)

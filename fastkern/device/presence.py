@@ -70,6 +70,11 @@ class Presence:
         if self._link is not None:
             logged("leaving the heap", self._link.leave)
 
+    def close(self) -> None:
+        """Nobody remains, and nothing more is asked: let go of the words."""
+        self._words = (ctypes.c_uint64 * 0)()
+        del self._memory
+
     def remaining(self) -> list[int]:
         """Ranks that may still use what this rank has made."""
         here = [r for r in self.local_ranks if r != self.rank and not self._gone(r)]

@@ -5,6 +5,8 @@ Results are compared with the definition, bit by bit.
 
 from __future__ import annotations
 
+import gc
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -250,3 +252,26 @@ def test_a_backend_that_cannot_be_had(shared_pools: SharedPools) -> None:
     assert unknown == "ValueError: rank 1: backend must be one of host, cuda, hip, not 'metal'"
     assert number == "TypeError: rank 0: backend must be a name or a Driver, not 7"
     assert disagree.startswith("AgreementError: ranks disagree on chunk_bytes")
+
+
+def mapped() -> list[str]:
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return [line for line in lines if "/fastkern-" in line]
+
+
+def close_at_once(rank: int, ranks: int) -> list[str]:
+    del rank, ranks
+    gc.collect()
+    before = mapped()
+    gc.disable()
+    try:
+        with device_communicator(1) as comm:
+            comm.barrier()
+        return [line for line in mapped() if line not in before]
+    finally:
+        gc.enable()
+
+
+def test_closing_leaves_no_memory_mapped(shared_pools: SharedPools) -> None:
+    """At once, not when the garbage collector comes by."""
+    assert shared_pools.pool(2).run(close_at_once) == [[], []]
