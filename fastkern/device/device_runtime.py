@@ -24,7 +24,7 @@ from ..heap import ProcessIdentity
 from ..moe.static_shape import StaticShape
 from ..planner import StageTable, Topology
 from ..planner.table import VALUE_BITS
-from ..records import Words
+from ..records import OP_STATIC, Words, agreed_bodies, encode_call
 from ..runtime import RuntimeOptions
 from ..stats import CallStats
 from ..turns import Fork, Turns
@@ -78,6 +78,7 @@ class DeviceRuntime:
         self._calls: deque[tuple[int, str, int]] = deque(maxlen=64)  # epoch, op, call
         self._ended = False
         self._statics: list[StaticExchange] = []
+        self.num_statics = 0  # made so far, alike on all ranks
         self.freed = backend.keep_open_unless
         self.progress_ns = int(min(options.progress_timeout_s * 1e9, 2.0**62))
         self.entry_ns = int(min(options.entry_timeout_s * 1e9, 2.0**62))
@@ -150,6 +151,29 @@ class DeviceRuntime:
         with self._lock:
             self._statics.append(made)
         return made
+
+    def static_beside(
+        self,
+        other: StaticExchange,
+        topology: Topology,
+        turns: Turns,
+        chunk_bytes: int,
+        num_blocks: int,
+    ) -> StaticExchange:
+        """One more on the other's heap; all ranks call it."""
+        text = f"{other.name}, a sibling"
+        record = encode_call(OP_STATIC, text, "", np.zeros(0, dtype=np.uint64))
+        agreed_bodies(self.exchange(record, "static_exchange"))
+
+        def make() -> StaticExchange:
+            made = StaticExchange(
+                self, turns, other.shape, topology, chunk_bytes, num_blocks, other
+            )
+            with self._lock:
+                self._statics.append(made)
+            return made
+
+        return self.guarded(make)
 
     def forget_static(self, exchange: StaticExchange) -> None:
         """It is being closed."""
@@ -346,7 +370,8 @@ class DeviceRuntime:
     def _stop(self) -> None:
         """Tell the kernels of all ranks that this one has left, unless a kernel has given up."""
         with self._lock:
-            heaps = [self._heap, *(exchange.heap for exchange in self._statics)]
+            shared = {id(exchange.heap): exchange.heap for exchange in self._statics}
+        heaps = [self._heap, *shared.values()]
         for heap in heaps:
             try:
                 self._stop_kernels_on(heap)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -25,18 +25,30 @@ from .together import logged
 if TYPE_CHECKING:
     from .device_runtime import DeviceRuntime
 
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class DispatchMark:
+    """Which dispatch a combine or a backward belongs to. anchor: gives it a gradient, or None."""
+
+    serial: int
+    num_tokens: int
+    anchor: torch.Tensor | None
+
 
 @dataclass(frozen=True)
 class StaticDispatched:
     """What a static dispatch gives; see StaticExchange.dispatch.
 
-    tokens_per_expert: int64 [own experts] on the device.
+    tokens_per_expert: int64 [own experts] on the device. mark: for combine.
     """
 
     recv_x: Any
     recv_topk_weights: torch.Tensor | None
     recv_topk_idx: torch.Tensor | None
     tokens_per_expert: torch.Tensor
+    mark: DispatchMark
 
 
 class StaticExchange:
@@ -44,17 +56,24 @@ class StaticExchange:
 
     Made by Communicator.static_exchange. Each call is enqueued into the current stream and returns
     at once: no count comes to the host. So both may be captured into a CUDA or HIP graph, with any
-    replays, and with eager calls of the communicator in between. A combine belongs to the dispatch
-    before it. All ranks make the same calls, captured or not, in the same order, and the calls and
-    replays of one exchange follow one another in stream order, whatever streams they are in; its
-    memory is used by the next call.
+    replays, and with eager calls of the communicator in between. All ranks make the same calls and
+    replays, in the same order. A captured call keeps its number of tokens: pad with rows of
+    topk_idx that are -1.
+
+    Handle, tables and counts are those of the last dispatch that was made or replayed. A combine
+    belongs to it, and so does a backward, which comes before the next dispatch. What is in flight
+    beside it needs an exchange of its own: `sibling` makes one that shares the heap. Eager calls
+    follow one another whatever streams they are in; replays, and calls of siblings, are ordered by
+    the caller, by one stream or by events.
 
     Where errors appear: what the host can see of its arguments, at once, on this rank alone. A bad
     index, and more rows than there is room for (duplicates of an expert in a token's choices): the
-    call moves nothing on any rank, outputs hold anything, a line is logged, and check() raises
-    ValueError, once, on every rank. (Calls do not: ranks learn of it at different times, and one
-    that left out a call would leave the others waiting.) Deadlines as the communicator's, which
-    they break.
+    call moves nothing on any rank, so that combined rows are zeros and rows received unwritten. A
+    combine or backward of another dispatch than the last: its results are wrong. Of both a line is
+    logged, and check() raises ValueError, once. (Calls do not: ranks learn of it at different
+    times, and one that left out a call would leave the others waiting.) Deadlines break the
+    communicator: dispatch has the entry deadline until all ranks have come, then the progress
+    deadline; combine and backward, to which a rank may come late, the longer of the two.
     """
 
     def __init__(
@@ -65,6 +84,7 @@ class StaticExchange:
         topology: Topology,
         chunk_bytes: int,
         num_blocks: int,
+        beside: StaticExchange | None = None,
     ) -> None:
         self.shape = shape
         self._runtime = runtime
@@ -72,11 +92,25 @@ class StaticExchange:
         self._topology = topology
         self._rank = runtime.rank
         self._info = shape.info(runtime.rank, topology, 0)
-        self.serial = 0  # of the last dispatch
-        self._num_tokens: int | None = None  # of the last dispatch
-        self._site = StaticSite(runtime, shape, topology, chunk_bytes, num_blocks)
+        self._chunk_bytes = chunk_bytes
+        self._num_blocks = num_blocks
+        self._serial = 0
+        self.last: DispatchMark | None = None
+        self._site: StaticSite = StaticSite(
+            runtime,
+            shape,
+            topology,
+            chunk_bytes,
+            num_blocks,
+            None if beside is None else beside._site,
+        )
         self.received = ReceivedRows(runtime, self._site, shape, self.num_recv_rows)
         self._closed = False
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return self._site.name
 
     @property
     def device(self) -> torch.device:
@@ -106,7 +140,8 @@ class StaticExchange:
         after expert, tokens_per_expert rows each, padded to the alignment. Layout "rank": the rows
         of source rank s from row s * num_max_tokens_per_rank on (planner "host": one source after
         the other). Rows in which nothing was received have weight 0, index -1, and zeros where
-        zero_padding asks for them. They may be used in stream order.
+        zero_padding asks for them. They may be used in stream order. Expert e's rows of layout
+        "expert" begin at the sum of those before it, each rounded up to the alignment.
 
         Raises TypeError or ValueError for bad arguments, on this rank; and what broke the
         communicator, as far as it is known.
@@ -129,19 +164,21 @@ class StaticExchange:
             made = differentiable_dispatch(self, call, xs, topk_weights)
         else:
             made = self.run_dispatch(call)
+        mark = self.last
+        assert mark is not None
         *rest, tokens = made
         recv, rest = rest[: len(xs)], rest[len(xs) :]
         weights = None if topk_weights is None else rest.pop(0)
         idx = rest.pop() if rest else None
-        return StaticDispatched(recv[0] if one else recv, weights, idx, tokens)
+        return StaticDispatched(recv[0] if one else recv, weights, idx, tokens, mark)
 
     def run_dispatch(self, call: DispatchCall) -> list[torch.Tensor]:
         """A dispatch that has been checked: payloads, weights and indices if any, token counts."""
-        return self._turns.call(lambda: self._dispatch(call))
+        return self._run(lambda: self._dispatch(call))
 
     def _dispatch(self, call: DispatchCall) -> list[torch.Tensor]:
-        stream = self._begin()
-        self.serial += 1
+        stream = self._site.begin()
+        self._serial += 1
         shape, rows = self.shape, self._info.num_recv_rows
         recv = [x.new_empty((rows, *x.shape[1:])) for x in call.xs]
         weights, idx = None, None
@@ -171,13 +208,14 @@ class StaticExchange:
             weight_bytes=form.weight_bytes,
             index_output=0 if idx is None else idx.data_ptr(),
         )
+        moe.record["serial"] = self._serial
         assert call.topk_idx is not None
         route = self._site.launches.route_args(0, call, call.topk_idx.data_ptr())
         self._site.launches.dispatch(stream, [route], moe.record)
         tokens = call.topk_idx.new_empty(self._info.num_own_experts, dtype=torch.int64)
         counted = self._site.launches.tokens_per_expert(0)
         self._runtime.driver.copy(tokens.data_ptr(), counted, 8 * tokens.numel(), stream)
-        self._num_tokens = call.num_tokens
+        self.last = DispatchMark(self._serial, call.num_tokens, None)
         self.received.idx = idx
         made = [t for t in (*recv, weights, idx, tokens) if t is not None]
         used = [t for t in (*call.xs, call.topk_idx, call.weights) if t is not None]
@@ -190,16 +228,20 @@ class StaticExchange:
         weights: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
+        of: StaticDispatched | None = None,
     ) -> torch.Tensor:
         """Bring expert outputs back to the tokens of the last dispatch, summed: [T, ...].
 
         expert_out: [num_recv_rows, ...], with the rows of recv_x. weights, bias, out: as of
-        Communicator.combine, which gives the same sums, bit by bit.
+        Communicator.combine, which gives the same sums, bit by bit. of: what the dispatch gave,
+        where it is not the last one made here, but will be the last one on the device: in graphs
+        that are captured one after the other.
         """
-        if self._num_tokens is None:
+        mark = self.last if of is None else of.mark
+        if mark is None:
             raise ValueError("combine: there was no dispatch before")
         self.shape.check_combine(expert_out)
-        info = self.shape.info(self._rank, self._topology, self._num_tokens)
+        info = self.shape.info(self._rank, self._topology, mark.num_tokens)
         call = prepare_combine(
             expert_out,
             info,
@@ -210,21 +252,25 @@ class StaticExchange:
             out,
             self._runtime.device,
         )
-        if self._differentiated([expert_out, weights, bias]):
+        if self._differentiated([expert_out, weights, bias, mark.anchor]):
             if out is not None:
                 raise ValueError("combine: out cannot be given where gradients are wanted")
-            return differentiable_combine(self, call, expert_out, weights, bias)
-        return self.run_combine(call)
+            return differentiable_combine(self, call, mark, expert_out, weights, bias)
+        return self.run_combine(call, mark)
 
-    def run_combine(self, call: CombineCall, reverse: Reverse | None = None) -> torch.Tensor:
+    def run_combine(
+        self, call: CombineCall, mark: DispatchMark, reverse: Reverse | None = None
+    ) -> torch.Tensor:
         """A combine that has been checked: of expert outputs, or of a backward's gradients."""
-        return self._turns.call(lambda: self._combine(call, reverse))
+        return self._run(lambda: self._combine(call, mark, reverse))
 
-    def _combine(self, call: CombineCall, reverse: Reverse | None) -> torch.Tensor:
-        stream = self._begin()
-        assert self._num_tokens is not None
+    def _combine(
+        self, call: CombineCall, mark: DispatchMark, reverse: Reverse | None
+    ) -> torch.Tensor:
+        stream = self._site.begin()
         read = [call.expert_out, call.weights, call.bias]
-        result = with_target(call.out, self._num_tokens, call.expert_out, read)
+        result = with_target(call.out, mark.num_tokens, call.expert_out, read)
+        self._site.fill(result, 0, stream)  # what stays of a call that moves nothing
         moe = MoeRecord()
         value, wire, bias_kind = call.kinds
         moe.set_combine(
@@ -239,6 +285,7 @@ class StaticExchange:
             wire_kind=wire,
             bias_kind=bias_kind,
         )
+        moe.record["serial"], moe.record["result_rows"] = mark.serial, mark.num_tokens
         doubles = call.expert_out.dtype == torch.float64
         if reverse is None:
             self._site.launches.combine(stream, doubles, moe.record)
@@ -249,15 +296,15 @@ class StaticExchange:
             call.out.copy_(result)
         return result if call.out is None else call.out
 
-    def run_again(self, x: torch.Tensor, reverse: Reverse) -> torch.Tensor:
+    def run_again(self, x: torch.Tensor, mark: DispatchMark, reverse: Reverse) -> torch.Tensor:
         """Rows of the last dispatch's tokens to where they went; zeros where nothing is received.
 
         x: [T, ...] contiguous. In the rank layout each token's row once.
         """
-        return self._turns.call(lambda: self._again(x, reverse))
+        return self._run(lambda: self._again(x, mark, reverse))
 
-    def _again(self, x: torch.Tensor, reverse: Reverse) -> torch.Tensor:
-        stream, form = self._begin(), self.shape.again
+    def _again(self, x: torch.Tensor, mark: DispatchMark, reverse: Reverse) -> torch.Tensor:
+        stream, form = self._site.begin(), self.shape.again
         target = x.new_empty((self.num_recv_rows, *x.shape[1:]))
         self._site.fill(target, 0, stream)
         moe = MoeRecord()
@@ -268,6 +315,7 @@ class StaticExchange:
             record=False,
             weights_offset=form.weights_offset,
         )
+        moe.record["serial"] = mark.serial
         self._site.launches.reverse(reverse, stream, False, moe.record)
         self._end(stream, [x, target])
         return target
@@ -284,13 +332,18 @@ class StaticExchange:
             )
         return True
 
-    def _begin(self) -> int:
-        """The stream of a call."""
-        if self._closed:
-            raise ClosedError("the static exchange is closed")
-        if not self._runtime.streams.capturing():
+    def _run(self, call: Callable[[], T]) -> T:
+        """In turn. What fails on this rank alone is told to the others, who would wait for it."""
+
+        def run() -> T:
+            if self._closed:
+                raise ClosedError("the static exchange is closed")
+            if self._runtime.streams.capturing():
+                return call()
             self._runtime.check()
-        return self._site.begin()
+            return self._runtime.guarded(call)
+
+        return self._turns.call(run)
 
     def _end(self, stream: int, used: Sequence[torch.Tensor]) -> None:
         """A call has been enqueued, with these tensors."""
@@ -303,10 +356,22 @@ class StaticExchange:
     def check(self) -> None:
         """Raise what went wrong in calls and replays, as far as they have ended; never waits.
 
-        ValueError for a call that moved nothing, once; what broke the communicator, each time.
+        ValueError for a wrong call, once; what broke the communicator, each time.
         """
         self._runtime.check()
         self._site.check()
+
+    def sibling(self) -> StaticExchange:
+        """One more exchange of this shape, for a dispatch in flight beside this one's. Collective.
+
+        It has a handle, tables and counts of its own, and uses this one's heap, which is given back
+        when all of them are closed; so their calls must not overlap.
+        """
+        return self._turns.call(
+            lambda: self._runtime.static_beside(
+                self, self._topology, self._turns, self._chunk_bytes, self._num_blocks
+            )
+        )
 
     @property
     def heap(self) -> SymmetricHeap:

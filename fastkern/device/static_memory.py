@@ -81,7 +81,8 @@ class StaticMemory:
     """Records, tables, handles and counts of the `ranks` that are here.
 
     common: of launches on the heap's addresses. direct: the plan, where the device plans.
-    planned: per rank, offsets in what the host's planner writes, where it plans.
+    planned: per rank, offsets in what the host's planner writes, where it plans. entries: a word of
+    the calls entered through the heap, if others use it too.
 
     static_args, kernel_args: addresses of arrays with a record for each rank, by the call's name:
     "dispatch", "combine", and those that backwards make. rank: per rank its places. headers: of the
@@ -99,6 +100,7 @@ class StaticMemory:
         entry_ns: int,
         direct: DirectPlan | None,
         planned: Sequence[Mapping[str, int]] = (),
+        entries: int = 0,
     ) -> None:
         self._shape = shape
         self._topology = topology
@@ -106,6 +108,7 @@ class StaticMemory:
         self._heap = heap
         self._entry_ns = entry_ns
         self._planned = planned
+        self._entries = entries
         self._placement = shape.placement(topology.num_ranks)
         self.num_keys = num_keys(self._placement, topology)
         self.headers = {rank: self._header(rank) for rank in ranks}
@@ -141,7 +144,12 @@ class StaticMemory:
             for k, rank in enumerate(ranks):
                 mine_at = self.rank[k]
                 for name in calls:
-                    fixed = new_record(STATIC_ARGS, moe=mine_at[f"{name} moe"])
+                    fixed = new_record(
+                        STATIC_ARGS,
+                        moe=mine_at[f"{name} moe"],
+                        call=self.kernel_args[name] + k * KERNEL_ARGS.itemsize,
+                        outcome=mine_at["outcome"],
+                    )
                     if name == "dispatch":
                         fixed = self._static_args(k, tables, rank)
                     put(self.static_args[name] + k * STATIC_ARGS.itemsize, fixed)
@@ -189,7 +197,7 @@ class StaticMemory:
             "totals": 8 * self.num_keys,
             "bad": 8 * (units + 1),
             "entries": 8,
-            "outcome": OUTCOME_BYTES,
+            "outcome": OUTCOME_BYTES + 8,  # and a serial
             "handle": int(self.headers[rank]["handle_bytes"][0]),
         }
         for reverse in self._shape.reverses:
@@ -258,7 +266,7 @@ class StaticMemory:
             call=self.kernel_args["dispatch"] + k * KERNEL_ARGS.itemsize,
             records=heap.records_at,
             record_bytes=heap.record_bytes,
-            entries=at["entries"],
+            entries=self._entries or at["entries"],
             outcome=at["outcome"],
             entry_ns=self._entry_ns,
             alignment=self._shape.options.expert_alignment,
@@ -305,7 +313,12 @@ class StaticMemory:
             flags=common.flags,
             data=common.data,
             moe=at[f"{name} moe"],
-            progress_ns=common.progress_ns,
+            progress_ns=self._progress_ns(name),
             num_blocks=common.num_blocks,
             rank=rank,
         )
+
+    def _progress_ns(self, name: str) -> int:
+        """All ranks have entered when a dispatch begins; to other calls one may come late."""
+        common = self._common.progress_ns
+        return common if name == "dispatch" else max(common, self._entry_ns)

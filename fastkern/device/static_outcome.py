@@ -1,4 +1,4 @@
-"""What calls of a static exchange that moved nothing have left for the host to find."""
+"""What wrong calls of a static exchange have left for the host to find."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 from ..moe.static_shape import StaticShape
 
 OUTCOME_BYTES = 32  # see StaticArgs in kernels/body/static.h
-_TOO_MANY_ROWS = (1 << 64) - 1
+_TOO_MANY_ROWS, _OTHER_DISPATCH = (1 << 64) - 1, (1 << 64) - 2  # WrongCall there
 
 
 class Refusals:
-    """Tells of each call that moved nothing once, whatever is read again or late."""
+    """Tells of each wrong call once, whatever is read again or late."""
 
     def __init__(self, shape: StaticShape) -> None:
         self._shape = shape
@@ -28,6 +28,12 @@ class Refusals:
             return ValueError(
                 f"static dispatch: rank {rank} would receive more rows than the worst case for "
                 f"{shape.num_max_tokens} tokens per rank; the call moved nothing"
+            )
+        if position == _OTHER_DISPATCH:
+            return ValueError(
+                f"static exchange: rank {rank} made a combine, or a backward, that belongs to "
+                "another dispatch than the last one that was made or replayed; its results are "
+                "wrong"
             )
         token, k = divmod(position, shape.topk)
         return ValueError(

@@ -14,7 +14,8 @@ from ..moe.static_shape import StaticShape
 from ..planner import Topology
 from ..wait_records import abort_epoch, abort_origin, wait_record
 from .memory import SymmetricHeap
-from .records import CONTROL
+from .records import CONTROL, offset_of
+from .shared_heap import SharedHeap
 from .static_launches import StaticLaunches
 from .static_memory import StaticHeap, StaticMemory
 from .static_outcome import OUTCOME_BYTES, Refusals
@@ -31,15 +32,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fastkern")
 
-_OP = "static exchange"
+_ABORT = offset_of(CONTROL, "abort") // 8
 _STATUS_BYTES = CONTROL.itemsize + OUTCOME_BYTES
 
 
 class StaticSite:
     """Made by all ranks together; raises HeapMemoryError or FastkernError on all of them alike.
 
-    heap: of this exchange alone, so that its epochs are its own: those of replays, which no host
-    counts, do not disturb the communicator's.
+    heap: of this exchange and its siblings alone, so that its epochs are its own: those of replays,
+    which no host counts, do not disturb the communicator's. beside: a site of the same shape whose
+    heap is used. name: for messages.
     """
 
     def __init__(
@@ -49,24 +51,32 @@ class StaticSite:
         topology: Topology,
         chunk_bytes: int,
         num_blocks: int,
+        beside: StaticSite | None = None,
     ) -> None:
         self.shape = shape
+        runtime.num_statics += 1
+        self.name = f"static exchange {runtime.num_statics}"
         self._runtime = runtime
         self._topology = topology
         self._num_blocks = num_blocks
-        self._recorded = False
         self._refusals, self._logged = Refusals(shape), Refusals(shape)
         driver, group = runtime.driver, runtime.group
         direct = DirectPlan(shape, topology, chunk_bytes) if shape.planner == "device" else None
         needs = StaticHeap.of(shape, topology, direct)
         with ExitStack() as made:
-            self.heap = SymmetricHeap(driver, group, needs.num_slots, 8, needs.data_bytes)
-            made.callback(lambda: runtime.freed(self.heap.close()))
+            if beside is None:
+                heap = SymmetricHeap(driver, group, needs.num_slots, 8, needs.data_bytes)
+                self._shared = SharedHeap(heap, runtime.freed)
+            else:
+                self._shared = beside._shared
+            made.callback(self._shared.join())
 
             def allocate() -> None:
+                self._shared.allocate_entries(driver)
                 self._status = driver.allocate_host(_STATUS_BYTES)
                 made.callback(driver.free_host, self._status)
-                host_view(self._status, _STATUS_BYTES)[:] = 0
+                self._words = host_view(self._status, _STATUS_BYTES).view(np.uint64)
+                self._words[:] = 0
                 self._event = driver.create_event()
                 made.callback(driver.destroy_event, self._event)
                 self._planning: list[HostPlanning] = []
@@ -114,16 +124,22 @@ class StaticSite:
             runtime.entry_ns,
             direct,
             layouts,
+            self._shared.entries,
         )
         for at, planning in zip(memory.rank, self._planning, strict=False):  # none, or all
             upload(runtime.driver, at["planned"], planning.first())
         return memory
 
+    @property
+    def heap(self) -> SymmetricHeap:
+        """The one that siblings share."""
+        return self._shared.heap
+
     def begin(self) -> int:
         """The stream of a call, which comes after the calls before it."""
         stream = self._runtime.streams.current()
-        if self._recorded and not self._runtime.streams.capturing():
-            self._runtime.driver.wait_event(stream, self._event)
+        if self._shared.last_event and not self._runtime.streams.capturing():
+            self._runtime.driver.wait_event(stream, self._shared.last_event)
         return stream
 
     def end(self, stream: int) -> None:
@@ -135,7 +151,7 @@ class StaticSite:
         driver.copy(self._status + CONTROL.itemsize, outcome, OUTCOME_BYTES, stream)
         if not self._runtime.streams.capturing():
             driver.record(self._event, stream)
-            self._recorded = True
+            self._shared.last_event = self._event
 
     def fill(self, tensor: torch.Tensor, value: int, stream: int) -> None:
         """Every byte, in stream order."""
@@ -145,7 +161,7 @@ class StaticSite:
     # -- failures ----------------------------------------------------------------------------------
 
     def _outcome(self) -> Any:
-        return host_view(self._status + CONTROL.itemsize, OUTCOME_BYTES).view(np.uint64).copy()
+        return self._words[CONTROL.itemsize // 8 :]
 
     def check(self) -> None:
         """Raise ValueError for a call that has ended and moved nothing, once."""
@@ -161,14 +177,15 @@ class StaticSite:
             log.error("%s", refusal)
         for text in filter(None, (planning.news() for planning in self._planning)):
             log.error("static dispatch: %s; the call moved nothing", text)
-        word = int(control_record(host_view(self._status, CONTROL.itemsize))["abort"])
+        word = int(self._words[_ABORT])
         if not word:
             return None
         record = self.record()
         if record is not None:
             return DeadlineError(str(record), record)
         return DeadlineError(
-            f"{_OP}: rank {abort_origin(word)} gave up waiting for other ranks, or left the call"
+            f"{self.name}: rank {abort_origin(word)} gave up waiting for other ranks, or left the "
+            "call"
         )
 
     def record(self) -> WaitRecord | None:
@@ -180,7 +197,7 @@ class StaticSite:
         fields = self._control_of(origin)["record"]
         if int(fields["state"]) != RECORD_WRITTEN:
             return None
-        return wait_record(_OP, abort_epoch(word), origin, fields)
+        return wait_record(self.name, abort_epoch(word), origin, fields)
 
     def _control_of(self, rank: int) -> Any:
         address = self.heap.control_address(rank)
@@ -190,8 +207,9 @@ class StaticSite:
     # -- end ---------------------------------------------------------------------------------------
 
     def _drain(self) -> None:
-        if self._recorded:
-            self._runtime.driver.wait_for(self._event)
+        if self._shared.last_event:
+            self._runtime.driver.wait_for(self._shared.last_event)
+            self._shared.last_event = 0  # which may be this exchange's
 
     def close(self) -> None:
         """Free all, once the calls have ended. Not collective."""

@@ -100,9 +100,9 @@ using PayloadParts = PayloadPart[kMostParts];
     X(u64, weights_offset) /* in the row */                                                       \
     X(u64, header_offset)                                                                         \
     X(u32, num_parts)                                                                             \
-    X(u32, weight_bytes) /* of one; 0: none travel */                                             \
-    X(u32, record)       /* 1: fill the handle; 0: it has been filled */                          \
-    X(u32, reserved)                                                                              \
+    X(u32, weight_bytes)       /* of one; 0: none travel */                                       \
+    X(u32, record)             /* 1: fill the handle; 0: it has been filled */                    \
+    X(u32, serial)             /* static exchange: of the dispatch, or that it belongs to */      \
     X(InputBytes, expert_out)  /* [num_recv_rows, width] */                                       \
     X(InputBytes, row_weights) /* [num_recv_rows], or null */                                     \
     X(InputBytes, bias)        /* null, or rows `bias_stride` bytes apart (0: one row for all) */ \
@@ -112,7 +112,7 @@ using PayloadParts = PayloadPart[kMostParts];
     X(u32, value_kind) /* of expert_out and result */                                             \
     X(u32, wire_kind)  /* between servers */                                                      \
     X(u32, bias_kind)                                                                             \
-    X(u32, reserved2)
+    X(u32, result_rows) /* static exchange: T */
 FASTKERN_RECORD(MoeArgs, FASTKERN_MOE_ARGS_FIELDS);
 static_assert(sizeof(MoeArgs) == 384, "layout");
 

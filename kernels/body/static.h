@@ -31,6 +31,10 @@ namespace fastkern {
 FASTKERN_RECORD(StaticValues, FASTKERN_STATIC_VALUES_FIELDS);
 static_assert(sizeof(StaticValues) == 528, "layout");
 
+// What may be wrong with a call besides a bad index.
+constexpr u64 kTooManyRows = ~u64{0};        // for the output of that rank; moves nothing
+constexpr u64 kOtherDispatch = ~u64{0} - 1;  // a combine, or a backward, of one before the last
+
 using ValuesOfCall = const StaticValues*;
 using MoeArgsToWrite = MoeArgs*;
 struct RowPatch {
@@ -41,27 +45,27 @@ static_assert(sizeof(RowPatch) == 8, "layout");
 using RowPatches = const RowPatch*;
 
 // What is the same in every call of one rank; in device memory.
-#define FASTKERN_STATIC_ARGS_FIELDS(X)                                                            \
-    X(ValuesOfCall, values) /* of a launch that brings none */                                    \
-    X(MoeArgsToWrite, moe)  /* where the values of one that does go */                            \
-    X(ArgsOfRanks, call)    /* KernelArgs of the dispatch that follows */                         \
-    X(u64, records)         /* offset in data of the entry records, [2][R] */                     \
-    X(u64, record_bytes)    /* a multiple of 16. u64: keys, then 0 or 1 + bad position */         \
-    X(Words, entries)       /* calls entered */                                                   \
-    X(Words, outcome)       /* [4] 1: this call moves nothing; how many have not so far; of the \
-                               last of those a rank, and where its bad index is, or ~0: too \
-                               many rows for it */ \
-    X(Words, counts)        /* planned: [R][keys], then own tokens */                             \
-    X(u64, entry_ns)        /* deadline */                                                        \
-    X(ConstIndices, expert_order) /* direct: [E] experts by owner, then by index there */         \
-    X(ConstWords, most_rows)      /* direct: [R] rows of the outputs */                           \
-    X(Words, expert_rows)         /* direct: [E] of all ranks, padded */                          \
-    X(Words, slot_base)           /* direct: [E] see RouteArgs */                                 \
-    X(Words, tokens_per_expert)   /* direct: [own experts] */                                     \
-    X(Words, tables)              /* direct */                                                    \
-    X(RowPatches, patches)        /* direct: [num_patches] */                                     \
-    X(u64, alignment)                                                                             \
-    X(u32, num_patches)                                                                           \
+#define FASTKERN_STATIC_ARGS_FIELDS(X)                                                         \
+    X(ValuesOfCall, values) /* of a launch that brings none */                                 \
+    X(MoeArgsToWrite, moe)  /* where the values of one that does go */                         \
+    X(ArgsOfRanks, call)    /* KernelArgs of the dispatch that follows */                      \
+    X(u64, records)         /* offset in data of the entry records, [2][R] */                  \
+    X(u64, record_bytes)    /* a multiple of 16. u64: keys, then 0 or 1 + bad position */      \
+    X(Words, entries)       /* calls entered */                                                \
+    X(Words, outcome) /* [5] 1: this call moves nothing; how many have been wrong so far; of \
+                               the last of those a rank, and where its bad index is, or a \
+                               WrongCall; serial of the last dispatch */ \
+    X(Words, counts)  /* planned: [R][keys], then own tokens */                                \
+    X(u64, entry_ns)  /* deadline */                                                           \
+    X(ConstIndices, expert_order) /* direct: [E] experts by owner, then by index there */      \
+    X(ConstWords, most_rows)      /* direct: [R] rows of the outputs */                        \
+    X(Words, expert_rows)         /* direct: [E] of all ranks, padded */                       \
+    X(Words, slot_base)           /* direct: [E] see RouteArgs */                              \
+    X(Words, tokens_per_expert)   /* direct: [own experts] */                                  \
+    X(Words, tables)              /* direct */                                                 \
+    X(RowPatches, patches)        /* direct: [num_patches] */                                  \
+    X(u64, alignment)                                                                          \
+    X(u32, num_patches)                                                                        \
     X(u32, first_slot) /* entry flags: rails [N], local [R] */
 FASTKERN_RECORD(StaticArgs, FASTKERN_STATIC_ARGS_FIELDS);
 static_assert(sizeof(StaticArgs) == 144, "layout");
@@ -87,6 +91,35 @@ template <class Target>
 FASTKERN_DEVICE void hand_on_values(const Target& target, const StaticLaunch& launch) {
     if (launch.brings_values)
         copy_words(target, launch.ranks[target.block()].moe, &launch.values.moe, sizeof(MoeArgs));
+}
+
+// One lane, for the host to find.
+template <class Target>
+FASTKERN_DEVICE void note_wrong_call(const Target& target, const StaticArgs& fixed, u32 rank,
+                                     u64 why) {
+    u64* const words = fixed.outcome;
+    target.store_relaxed(&words[1], target.load_relaxed(&words[1]) + 1);
+    target.store_relaxed(&words[2], rank);
+    target.store_relaxed(&words[3], why);
+}
+
+// Before a combine, or a call of a backward, which goes by the tables of the last dispatch. One that
+// belongs to another dispatch moves its rows all the same, for the other ranks wait for them; it is
+// noted, and writes no more rows of its result than there are.
+template <class Target>
+FASTKERN_DEVICE void follow_dispatch(const Target& target, const StaticLaunch& launch) {
+    hand_on_values(target, launch);
+    if (target.lane() != 0) return;
+    const StaticArgs& fixed = launch.ranks[target.block()];
+    const MoeArgs& moe = launch.values.moe;
+    if (fixed.outcome[4] != moe.serial)
+        note_wrong_call(target, fixed, fixed.call->rank, kOtherDispatch);
+    const TableView table = view_table(fixed.call->table);
+    if (table.queues[kReduce].num_items == 0) return;
+    const Stream& reduce = table.streams[table.header->num_streams - 1];  // the last queue's only
+    if (reduce.num_rows <= moe.result_rows) return;
+    const_cast<Stream&>(reduce).num_rows = moe.result_rows;
+    const_cast<Segment&>(table.segments[reduce.first_segment]).num_rows = moe.result_rows;
 }
 
 // What the block's lanes share.
@@ -174,9 +207,12 @@ class Preparation {
             fixed_.slot_base[e] += first;
             if (first + fixed_.expert_rows[e] > fixed_.most_rows[route_.owner[e]] &&
                 route_.layout == kExpertLayout)
-                refuse(route_.owner[e], ~u64{0});
+                refuse(route_.owner[e], kTooManyRows);
         }
         target.barrier();
+        FASTKERN_ROLLED
+        for (u32 e = target.lane(); refused() && e < route_.num_experts; e += target.num_lanes())
+            if (route_.owner[e] == route_.rank) fixed_.tokens_per_expert[route_.local_index[e]] = 0;
         FASTKERN_ROLLED
         for (u32 k = target.lane(); k < fixed_.num_patches; k += target.num_lanes()) {
             const RowPatch patch = fixed_.patches[k];
@@ -213,13 +249,9 @@ class Preparation {
         return call_.target.load_relaxed(&fixed_.outcome[0]) != 0;
     }
     // Several lanes may: one reason is kept.
-    FASTKERN_DEVICE void refuse(u32 rank, u64 position) const {
-        const auto& target = call_.target;
-        u64* const words = fixed_.outcome;
-        if (!target.compare_and_swap(&words[0], 0, 1)) return;
-        target.store_relaxed(&words[1], target.load_relaxed(&words[1]) + 1);
-        target.store_relaxed(&words[2], rank);
-        target.store_relaxed(&words[3], position);
+    FASTKERN_DEVICE void refuse(u32 rank, u64 why) const {
+        if (call_.target.compare_and_swap(&fixed_.outcome[0], 0, 1))
+            note_wrong_call(call_.target, fixed_, rank, why);
     }
 };
 
@@ -241,6 +273,8 @@ FASTKERN_DEVICE void prepare_dispatch(const Target& target, const StaticLaunch& 
             EntryBoard{fixed.records,   fixed.record_bytes, *fixed.entries + 1,   fixed.first_slot,
                        route.num_ranks, route.servers,      route.gpus_per_server};
         fixed.outcome[0] = 0;
+        fixed.outcome[4] =
+            launch.brings_values ? launch.values.moe.serial : fixed.values->moe.serial;
     }
     target.barrier();
     const Transport<Target> transport(target, args);

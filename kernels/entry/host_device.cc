@@ -106,7 +106,7 @@ const Kernel kKernels[] = {
     {"fastkern_static_values",
      [](const u8* arguments, u64 num_bytes, const Grid& grid) {
          run_static(arguments, num_bytes, grid, [](const auto& target, const StaticLaunch& launch) {
-             hand_on_values(target, launch);
+             follow_dispatch(target, launch);
          });
      }},
 };

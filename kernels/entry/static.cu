@@ -19,5 +19,5 @@ extern "C" __global__ void __launch_bounds__(512, 2)
 
 extern "C" __global__ void __launch_bounds__(512, 2)
     fastkern_static_values(const __grid_constant__ StaticLaunch launch) {
-    hand_on_values(CudaTarget(), launch);
+    follow_dispatch(CudaTarget(), launch);
 }

@@ -22,5 +22,5 @@ extern "C" __global__ void
 extern "C" __global__ void
     __attribute__((amdgpu_flat_work_group_size(64, 512), amdgpu_waves_per_eu(8)))
     fastkern_static_values(const StaticLaunch launch) {
-    hand_on_values(HipTarget(), launch);
+    follow_dispatch(HipTarget(), launch);
 }
