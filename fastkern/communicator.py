@@ -403,7 +403,8 @@ class Communicator:
 
         x, expert_out: tensors like those of the calls, for the shape and dtype of their rows;
         expert_out None: no combine. topk: K. weights_dtype: of topk_weights, None: none travel.
-        num_max_tokens_per_rank: the most tokens of any rank; memory is reserved for them.
+        num_max_tokens_per_rank: the most tokens of any rank; memory is reserved for them, by the
+        formula of fastkern.moe.buffers where the host plans, whatever max_buffer_bytes is.
         gradients: calls can be differentiated, backward before the next dispatch. num_blocks: of
         their launches, see Communicator. Others as in `dispatch` and `combine`.
 

@@ -78,6 +78,11 @@ class Turns:
         """Whether new calls are refused."""
         return self._closed
 
+    @property
+    def queued(self) -> bool:
+        """Whether calls wait for their turn, or run on the queue's thread."""
+        return self._queued > 0
+
     def check_open(self) -> None:
         """Raise ClosedError if `close` has been called."""
         with self._lock:

@@ -335,10 +335,17 @@ class StaticExchange:
     def _run(self, call: Callable[[], T]) -> T:
         """In turn. What fails on this rank alone is told to the others, who would wait for it."""
 
+        capturing = self._runtime.streams.capturing()
+        if capturing and self._turns.queued:
+            raise FastkernError(
+                f"{self.name}: calls of the communicator are queued, whose thread would disturb the "
+                "capture: wait for them first"
+            )
+
         def run() -> T:
             if self._closed:
                 raise ClosedError("the static exchange is closed")
-            if self._runtime.streams.capturing():
+            if capturing:
                 return call()
             self._runtime.check()
             return self._runtime.guarded(call)

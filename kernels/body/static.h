@@ -272,9 +272,9 @@ FASTKERN_DEVICE void prepare_dispatch(const Target& target, const StaticLaunch& 
         shared.board =
             EntryBoard{fixed.records,   fixed.record_bytes, *fixed.entries + 1,   fixed.first_slot,
                        route.num_ranks, route.servers,      route.gpus_per_server};
-        fixed.outcome[0] = 0;
         fixed.outcome[4] =
             launch.brings_values ? launch.values.moe.serial : fixed.values->moe.serial;
+        fixed.outcome[0] = 0;
     }
     target.barrier();
     const Transport<Target> transport(target, args);

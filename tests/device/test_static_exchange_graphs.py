@@ -311,3 +311,27 @@ def test_a_refusal_that_ranks_learn_of_at_other_times(
     """Nobody leaves out a call because of it."""
     for text in shared_pools.pool(2).run(told_at_other_times, planner):
         assert text.startswith("ValueError: static dispatch: topk_idx[2][0] of rank 1"), text
+
+
+def captured_behind_a_queue(rank: int, ranks: int) -> str:
+    with device_communicator(1) as comm:
+        case = StaticCase()
+        with static_of(comm, case) as exchange:
+            runtime: Any = comm._runtime
+            driver, stream = runtime.driver, runtime.streams.current()
+            given = inputs(case, 4, torch.Generator().manual_seed(rank))
+            x = torch.ones(ranks, 2)
+            comm.turns._queued += 1  # as if a call were under way
+            text = message(
+                lambda: record_graph(
+                    driver, stream, lambda: exchange.dispatch(given.xs, given.idx, given.weights)
+                )
+            )
+            comm.turns._queued -= 1
+            comm.all_to_all_single(torch.empty_like(x), x)
+            return text
+
+
+def test_a_capture_while_calls_are_queued_is_refused(shared_pools: SharedPools) -> None:
+    for text in shared_pools.pool(2).run(captured_behind_a_queue):
+        assert "calls of the communicator are queued" in text

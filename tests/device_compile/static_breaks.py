@@ -67,7 +67,7 @@ BREAKS = {
             no_barrier(STATIC, r"route_count\(route_, unit\);"),
             no_barrier(STATIC, r"route_scan\(route_, key\);"),
             no_barrier(STATIC, r"= rows;\n        \}"),
-            no_barrier(STATIC, r"refuse\(route_\.owner\[e\], ~u64\{0\}\);\n        \}"),
+            no_barrier(STATIC, r"refuse\(route_\.owner\[e\], kTooManyRows\);\n        \}"),
             no_barrier(STATIC, r"preparation\.bind\(\);"),
         ],
         [
