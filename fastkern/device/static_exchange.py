@@ -338,8 +338,8 @@ class StaticExchange:
         capturing = self._runtime.streams.capturing()
         if capturing and self._turns.queued:
             raise FastkernError(
-                f"{self.name}: calls of the communicator are queued, whose thread would disturb the "
-                "capture: wait for them first"
+                f"{self.name}: calls of the communicator are queued, whose thread would disturb "
+                "the capture: wait for them first"
             )
 
         def run() -> T:
