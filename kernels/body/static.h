@@ -103,9 +103,9 @@ FASTKERN_DEVICE void note_wrong_call(const Target& target, const StaticArgs& fix
     target.store_relaxed(&words[3], why);
 }
 
-// Before a combine, or a call of a backward, which goes by the tables of the last dispatch. One that
-// belongs to another dispatch moves its rows all the same, for the other ranks wait for them; it is
-// noted, and writes no more rows of its result than there are.
+// Before a combine, or a call of a backward, which goes by the tables of the last dispatch. One
+// that belongs to another dispatch moves its rows all the same, for the other ranks wait for them;
+// it is noted, and writes no more rows of its result than there are.
 template <class Target>
 FASTKERN_DEVICE void follow_dispatch(const Target& target, const StaticLaunch& launch) {
     hand_on_values(target, launch);
