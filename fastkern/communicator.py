@@ -405,13 +405,13 @@ class Communicator:
         expert_out None: no combine. topk: K. weights_dtype: of topk_weights, None: none travel.
         num_max_tokens_per_rank: the most tokens of any rank; memory is reserved for them, by the
         formula of fastkern.moe.buffers where the host plans, whatever max_buffer_bytes is.
-        gradients: calls can be differentiated, backward before the next dispatch. num_blocks: of
+        The communicator's policy and debug do not apply. gradients: calls can be differentiated,
+        backward before the next dispatch or by a sibling, see StaticExchange. num_blocks: of
         their launches, see Communicator. Others as in `dispatch` and `combine`.
 
         Raises ValueError or TypeError, the same on every rank; HeapMemoryError where there is too
         little memory.
         """
-        xs = [x] if isinstance(x, torch.Tensor) else list(x)
         shape: StaticShape | Exception
         blocks = 0
         try:
@@ -421,7 +421,7 @@ class Communicator:
                     f"{self.transport.name}"
                 )
             shape = make_static_shape(
-                xs,
+                [x] if isinstance(x, torch.Tensor) else list(x),
                 topk,
                 weights_dtype,
                 expert_out,

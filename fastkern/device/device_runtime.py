@@ -161,7 +161,9 @@ class DeviceRuntime:
         num_blocks: int,
     ) -> StaticExchange:
         """One more on the other's heap; all ranks call it."""
-        text = f"{other.name}, a sibling"
+        text: str | Exception = f"{other.name}, a sibling"
+        if other.closed:  # here, or on all ranks: all must learn of it
+            text = ValueError(f"sibling: {other.name} is closed")
         record = encode_call(OP_STATIC, text, "", np.zeros(0, dtype=np.uint64))
         agreed_bodies(self.exchange(record, "static_exchange"))
 

@@ -30,8 +30,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class DispatchMark:
-    """Which dispatch a combine or a backward belongs to. anchor: gives it a gradient, or None."""
+    """Which dispatch a combine or a backward belongs to.
 
+    exchange: its name. anchor: gives a combine a gradient, or None.
+    """
+
+    exchange: str
     serial: int
     num_tokens: int
     anchor: torch.Tensor | None
@@ -66,14 +70,15 @@ class StaticExchange:
     follow one another whatever streams they are in; replays, and calls of siblings, are ordered by
     the caller, by one stream or by events.
 
-    Where errors appear: what the host can see of its arguments, at once, on this rank alone. A bad
-    index, and more rows than there is room for (duplicates of an expert in a token's choices): the
-    call moves nothing on any rank, so that combined rows are zeros and rows received unwritten. A
-    combine or backward of another dispatch than the last: its results are wrong. Of both a line is
-    logged, and check() raises ValueError, once. (Calls do not: ranks learn of it at different
-    times, and one that left out a call would leave the others waiting.) Deadlines break the
-    communicator: dispatch has the entry deadline until all ranks have come, then the progress
-    deadline; combine and backward, to which a rank may come late, the longer of the two.
+    Where errors appear: what the host can see of its arguments, at once, on this rank alone; ranks
+    that made the call wait for one that did not until the entry deadline. A bad index, and more
+    rows than there is room for (duplicates of an expert in a token's choices): the call moves
+    nothing on any rank, so that combined rows are zeros and rows received unwritten. A combine or
+    backward of another dispatch than the last: its results are wrong. Of both a line is logged, and
+    check() raises ValueError, once. (Calls do not: ranks learn of it at different times, and one
+    that left out a call would leave the others waiting.) Deadlines break the communicator: dispatch
+    has the entry deadline until all ranks have come, then the progress deadline; combine and
+    backward, to which a rank may come late, the longer of the two.
     """
 
     def __init__(
@@ -111,6 +116,11 @@ class StaticExchange:
     def name(self) -> str:
         """What messages call it."""
         return self._site.name
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` has been called."""
+        return self._closed
 
     @property
     def device(self) -> torch.device:
@@ -215,7 +225,7 @@ class StaticExchange:
         tokens = call.topk_idx.new_empty(self._info.num_own_experts, dtype=torch.int64)
         counted = self._site.launches.tokens_per_expert(0)
         self._runtime.driver.copy(tokens.data_ptr(), counted, 8 * tokens.numel(), stream)
-        self.last = DispatchMark(self._serial, call.num_tokens, None)
+        self.last = DispatchMark(self.name, self._serial, call.num_tokens, None)
         self.received.idx = idx
         made = [t for t in (*recv, weights, idx, tokens) if t is not None]
         used = [t for t in (*call.xs, call.topk_idx, call.weights) if t is not None]
@@ -228,6 +238,7 @@ class StaticExchange:
         weights: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
+        *,
         of: StaticDispatched | None = None,
     ) -> torch.Tensor:
         """Bring expert outputs back to the tokens of the last dispatch, summed: [T, ...].
@@ -237,9 +248,13 @@ class StaticExchange:
         where it is not the last one made here, but will be the last one on the device: in graphs
         that are captured one after the other.
         """
+        if of is not None and not isinstance(of, StaticDispatched):
+            raise TypeError(f"of must be what dispatch gave, not {type(of).__name__}")
         mark = self.last if of is None else of.mark
         if mark is None:
             raise ValueError("combine: there was no dispatch before")
+        if mark.exchange != self.name:
+            raise ValueError(f"of: given by {mark.exchange}, this is {self.name}")
         self.shape.check_combine(expert_out)
         info = self.shape.info(self._rank, self._topology, mark.num_tokens)
         call = prepare_combine(
@@ -356,15 +371,18 @@ class StaticExchange:
         """A call has been enqueued, with these tensors."""
         self._site.end(stream)
         if self._runtime.streams.settle(*used):
-            self.check()
+            self._runtime.check()
 
     # -- failures ----------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Raise what went wrong in calls and replays, as far as they have ended; never waits.
 
-        ValueError for a wrong call, once; what broke the communicator, each time.
+        ValueError for a wrong call, once; what broke the communicator, each time. ClosedError after
+        `close`.
         """
+        if self._closed:
+            raise ClosedError(f"{self.name} is closed")
         self._runtime.check()
         self._site.check()
 

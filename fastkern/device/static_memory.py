@@ -197,7 +197,7 @@ class StaticMemory:
             "totals": 8 * self.num_keys,
             "bad": 8 * (units + 1),
             "entries": 8,
-            "outcome": OUTCOME_BYTES + 8,  # and a serial
+            "outcome": OUTCOME_BYTES + 16,  # and what the host does not look at
             "handle": int(self.headers[rank]["handle_bytes"][0]),
         }
         for reverse in self._shape.reverses:

@@ -70,7 +70,7 @@ def run_tune(
             architecture=properties.architecture,
             transport=transport,
             device_name=properties.name,
-            measured=True,
+            measured=transport == "peer",  # which the virtual cluster stands for
             measured_with=(
                 f"fastkern {__version__} tune, {driver.target} driver, virtual cluster of {ranks} "
                 f"on one device, medians of {options.rounds} interleaved rounds"

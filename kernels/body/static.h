@@ -52,9 +52,10 @@ using RowPatches = const RowPatch*;
     X(u64, records)         /* offset in data of the entry records, [2][R] */                  \
     X(u64, record_bytes)    /* a multiple of 16. u64: keys, then 0 or 1 + bad position */      \
     X(Words, entries)       /* calls entered */                                                \
-    X(Words, outcome) /* [5] 1: this call moves nothing; how many have been wrong so far; of \
+    X(Words, outcome) /* [6] 1: this call moves nothing; how many have been wrong so far; of \
                                the last of those a rank, and where its bad index is, or a \
-                               WrongCall; serial of the last dispatch */ \
+                               WrongCall; serial of the last dispatch; 0, or 1 + rows of results \
+                               by its tables */ \
     X(Words, counts)  /* planned: [R][keys], then own tokens */                                \
     X(u64, entry_ns)  /* deadline */                                                           \
     X(ConstIndices, expert_order) /* direct: [E] experts by owner, then by index there */      \
@@ -116,10 +117,13 @@ FASTKERN_DEVICE void follow_dispatch(const Target& target, const StaticLaunch& l
         note_wrong_call(target, fixed, fixed.call->rank, kOtherDispatch);
     const TableView table = view_table(fixed.call->table);
     if (table.queues[kReduce].num_items == 0) return;
-    const Stream& reduce = table.streams[table.header->num_streams - 1];  // the last queue's only
-    if (reduce.num_rows <= moe.result_rows) return;
-    const_cast<Stream&>(reduce).num_rows = moe.result_rows;
-    const_cast<Segment&>(table.segments[reduce.first_segment]).num_rows = moe.result_rows;
+    // The last queue has one stream, and that one segment.
+    auto& reduce = const_cast<Stream&>(table.streams[table.header->num_streams - 1]);
+    u64& known = fixed.outcome[5];
+    const u64 rows = known ? known - 1 : reduce.num_rows;
+    known = rows + 1;
+    reduce.num_rows = rows < moe.result_rows ? rows : moe.result_rows;
+    const_cast<Segment&>(table.segments[reduce.first_segment]).num_rows = reduce.num_rows;
 }
 
 // What the block's lanes share.
@@ -274,6 +278,7 @@ FASTKERN_DEVICE void prepare_dispatch(const Target& target, const StaticLaunch& 
                        route.num_ranks, route.servers,      route.gpus_per_server};
         fixed.outcome[4] =
             launch.brings_values ? launch.values.moe.serial : fixed.values->moe.serial;
+        fixed.outcome[5] = 0;
         fixed.outcome[0] = 0;
     }
     target.barrier();

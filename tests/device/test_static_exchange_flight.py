@@ -111,6 +111,7 @@ def of_another(rank: int, ranks: int, planner: str) -> str:
                 stream,
                 lambda: kept.append(exchange.dispatch(many.xs, many.idx, many.weights)),
             )
+            right = sums_of(comm, case, many)[1]
             few = inputs(case, 2, torch.Generator().manual_seed(rank))
             got = exchange.dispatch(few.xs, few.idx, few.weights)
             leave_work_to_itself(comm)
@@ -120,14 +121,22 @@ def of_another(rank: int, ranks: int, planner: str) -> str:
             driver.synchronize(stream)
             assert (room[2:] == 7).all()
             text = message(exchange.check)
+            # The wrong one has spoiled nothing: that of the replay is right at once.
+            z = exchange.combine(
+                experts(case, kept[0].recv_x[0]), kept[0].recv_topk_weights, of=kept[0]
+            )
+            driver.synchronize(stream)
+            exchange.check()
+            assert torch.equal(z, right)
             driver.replay(graph, stream)  # and its own combine is right
+            driver.synchronize(stream)
             z = exchange.combine(
                 experts(case, kept[0].recv_x[0]), kept[0].recv_topk_weights, of=kept[0]
             )
             driver.synchronize(stream)
             exchange.check()
             runtime.streams.waits = True
-            assert z.shape == (9, 5)
+            assert torch.equal(z, right)
             driver.destroy_graph(graph)
     return text
 
@@ -210,3 +219,53 @@ def comes_late(rank: int, ranks: int, planner: str) -> None:
 @planners
 def test_a_rank_may_come_late_to_a_combine(shared_pools: SharedPools, planner: str) -> None:
     shared_pools.pool(3).run(comes_late, planner)
+
+
+def closed(rank: int, ranks: int) -> list[str]:
+    """Calls of exchanges that are closed, here or on one rank; what belongs to another."""
+    del ranks
+    with device_communicator(1) as comm:
+        case = StaticCase()
+        a, b = static_of(comm, case), static_of(comm, case)
+        given = inputs(case, 4, torch.Generator().manual_seed(rank))
+        got = a.dispatch(given.xs, given.idx, given.weights)
+        b.dispatch(given.xs, given.idx, given.weights)
+        rows = experts(case, got.recv_x[0])
+        texts = [
+            message(lambda: b.combine(rows, of=got)),
+            message(lambda: b.combine(rows, of=rows)),
+        ]
+        if rank == 1:
+            b.close()
+        texts.append(message(b.sibling))
+        b.close()
+        texts += [message(b.sibling), message(b.check)]
+        z = a.combine(rows, got.recv_topk_weights)
+        assert torch.equal(z, sums_of(comm, case, given)[1])
+        texts.append(
+            message(
+                lambda: comm.static_exchange(
+                    None if rank else given.xs,  # type: ignore[arg-type]
+                    topk=3,
+                    num_experts=7,
+                    num_max_tokens_per_rank=9,
+                )
+            )
+        )
+        a.close()
+        return texts
+
+
+def test_closed_exchanges_and_those_of_others(shared_pools: SharedPools) -> None:
+    first, second = shared_pools.pool(2).run(closed)
+    assert (
+        first[0]
+        == second[0]
+        == ("ValueError: of: given by static exchange 1, this is static exchange 2")
+    )
+    assert first[1].startswith("TypeError: of must be what dispatch gave")
+    for texts in (first, second):
+        assert "static exchange 2 is closed" in texts[2]
+        assert "static exchange 2 is closed" in texts[3]
+        assert texts[4] == "ClosedError: static exchange 2 is closed"
+        assert "NoneType" in texts[5]

@@ -43,7 +43,7 @@ struct Ranks {
 
     std::string run(u32 rank, const std::vector<u32>& delays_us) {
         const u32 r = topology.num_ranks();
-        std::vector<u64> totals(keys()), bad(2), counts(r * keys() + 1), outcome(5), entries(1);
+        std::vector<u64> totals(keys()), bad(2), counts(r * keys() + 1), outcome(6), entries(1);
         HandleHeader handle{};
         MoeArgs moe{};
         for (u32 entry = 1; entry <= kEntries; ++entry) {
