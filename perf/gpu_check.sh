@@ -34,7 +34,7 @@ while (($#)); do
     shift
 done
 case $target in auto | cuda | hip) ;; *) usage 2 >&2 ;; esac
-[[ $dry ]] && target=host total=900 slack=3 # whatever else the CPU has to do
+[[ $dry ]] && target=host total=1500 slack=6 # whatever else the CPU has to do
 given=$python
 python=$(command -v "$given") && python=$(realpath -s "$python") || {
     echo "no Python called $given" >&2
