@@ -21,7 +21,7 @@ from perf.gpu.cases import Case, run_cases
 from perf.gpu.detect import find_target
 from perf.gpu.grid import main as grid_main
 from perf.gpu.record import Record, read_record
-from perf.gpu.report import MUST_RUN, main, read_steps, summary, table
+from perf.gpu.report import GROUPS, MUST_RUN, main, read_steps, summary, table
 from perf.gpu.sanitize import verdict
 from perf.gpu.session import DRY, Session
 from perf.gpu.stages import measured_alone, queue_rows
@@ -139,7 +139,8 @@ def steps_in(folder: Path, **codes: str) -> None:
     lines = [f"{name}\t{codes.get(name, '0')}\t3\t30" for name in (*MUST_RUN, "measure")]
     (folder / "steps.tsv").write_text("\n".join(lines) + "\n")
     Record(folder / "detect.json").add_facts(target="cuda", device="Some GPU")
-    Record(folder / "all_to_all.json").add_case("all_to_all", "2x2 whole", True, 0.1)
+    for group in GROUPS:
+        Record(folder / f"{group}.json").add_case(group, "2x2 whole", True, 0.1)
     Record(folder / "measure.json").add_measure("pack", "all", p20_us=1.0, p50_us=2.0, p80_us=3.0)
 
 
@@ -173,6 +174,27 @@ def test_a_wrong_case_fails_the_whole_though_its_step_ended_well(tmp_path: Path)
     found = summary(read_steps(tmp_path), False, 9)
     assert found["ok"] is False
     assert "wrong: top-8: sums of rank 0" in table(found)
+
+
+def test_a_group_without_a_case_fails_the_whole(tmp_path: Path) -> None:
+    steps_in(tmp_path)
+    assert table(summary(read_steps(tmp_path), False, 9)).splitlines()[-1] == "all right"
+    (tmp_path / "static.json").unlink()
+    found = summary(read_steps(tmp_path), False, 9)
+    assert found["ok"] is False
+    assert "NOT RIGHT" in table(found)
+
+
+def test_a_group_cut_short_is_named(tmp_path: Path) -> None:
+    steps_in(tmp_path)
+    record = Record(tmp_path / "moe.json")
+    record.add_case("moe", "top-1", True, 0.1)
+    record.add_facts(moe_cut="no more time at top-8")
+    found = summary(read_steps(tmp_path), False, 9)
+    assert found["ok"] is True
+    lines = table(found).splitlines()
+    assert lines[-1] == "right as far as it went: no time for all of moe"
+    assert any("no more time at top-8" in line for line in lines)
 
 
 def test_no_gpu_is_said_with_the_reasons(monkeypatch: pytest.MonkeyPatch) -> None:

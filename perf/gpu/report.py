@@ -1,6 +1,7 @@
 """Puts what the steps found into one JSON file and one short table. Standard library only.
 
-Exit code 1 where a correctness case was wrong, or a step that must run did not end well.
+Exit code 1 where a correctness case was wrong, or a step that must run did not end well, or ran no
+case. Steps that ended before their last case, for want of time, are named in the last line.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from typing import Any
 from .record import read_record
 
 SCHEMA = 1
-MUST_RUN = ("build", "detect", "all_to_all", "moe", "static", "replays", "deadlines")
+GROUPS = ("all_to_all", "moe", "static", "replays", "deadlines")  # of correctness
+MUST_RUN = ("build", "detect", *GROUPS)
 _TIMED_OUT = (124, 137)
 DRY = "dry: CPU, no claim about a GPU"
 
@@ -64,6 +66,7 @@ def summary(steps: list[dict[str, Any]], dry: bool, seconds: int) -> dict[str, A
     cases = [case | {"step": step["name"]} for step in steps for case in step["cases"]]
     bad = [s["name"] for s in steps if s["status"] in ("failed", "timed out")]
     bad += [s["name"] for s in steps if s["status"] == "not run" and s["name"] in MUST_RUN]
+    bad += [s["name"] for s in steps if s["name"] in GROUPS and not s["cases"]]
     missing = [name for name in MUST_RUN if name not in {s["name"] for s in steps}]
     wrong = sum(not case["ok"] for case in cases)
     return {
@@ -102,7 +105,9 @@ def table(found: dict[str, Any]) -> str:
         lines.append(f"{step['name']:<12} {step['status']:<10} {right:>12} {step['seconds']:>5}")
         lines += [f"  {text}" for text in _remarks(step["facts"], own)]
     lines += _measure_lines(found["measures"])
-    lines.append("all right" if found["ok"] else "NOT RIGHT: see above")
+    cut = [s["name"] for s in found["steps"] if any(key.endswith("_cut") for key in s["facts"])]
+    right = f"right as far as it went: no time for all of {', '.join(cut)}" if cut else "all right"
+    lines.append(right if found["ok"] else "NOT RIGHT: see above")
     if found["dry"]:
         lines.append(DRY)
     return "\n".join(lines)
