@@ -168,3 +168,68 @@ def watched(rank: int, ranks: int, planner: str) -> None:
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_the_watchdog_leaves_captures_alone(pools: SharedPools, planner: str) -> None:
     pools.pool(1).run(watched, planner, timeout_s=120)
+
+
+class Training(Layer):
+    """A step of two layers in one graph, forward and backward, each with an exchange of its own."""
+
+    def run(self) -> None:
+        """Put it into the current stream."""
+        y = self.x
+        for exchange in self.exchange:
+            got = exchange.dispatch(y, self.idx, self.weights)
+            y = exchange.combine(got.recv_x * 2, got.recv_topk_weights)
+        self.sums = y.detach()
+        self.got = torch.autograd.grad(y.float().square().sum(), (self.x, self.weights))
+
+    def check(self, comm: Communicator, what: str) -> None:
+        """The communicator's own calls give the same sums, bit by bit, and close gradients."""
+        y = self.x
+        for _ in self.exchange:
+            recv, weights, _, handle = comm.dispatch(
+                y, self.idx, self.weights, zero_padding=True, **OPTIONS
+            )
+            y = comm.combine(recv * 2, handle, weights=weights)
+        grads = torch.autograd.grad(y.float().square().sum(), (self.x, self.weights))
+        assert torch.equal(self.sums, y.detach()), what
+        for made, right in zip(self.got, grads, strict=True):
+            torch.testing.assert_close(made, right)
+
+
+def trained(rank: int, ranks: int, servers: int, planner: str) -> None:
+    del ranks
+    with on_gpu(servers) as comm:
+        like = torch.zeros(TOKENS, WIDTH, device="cuda", dtype=torch.bfloat16)
+        first = comm.static_exchange(
+            like,
+            topk=TOPK,
+            expert_out=like,
+            planner=planner,
+            gradients=True,
+            zero_padding=True,
+            **OPTIONS,
+        )
+        layers = [first, first.sibling()]
+        idx = torch.full((TOKENS, TOPK), -1, device="cuda")
+        weights = torch.zeros(TOKENS, TOPK, device="cuda", requires_grad=True)
+        step = Training(layers, like.clone().requires_grad_(), idx, weights)
+        graph = captured(step)
+        for turn in range(4):
+            with torch.no_grad():
+                step.refill(100 * rank + turn)
+            graph.replay()
+            step.check(comm, f"replay {turn}")
+            for layer in layers:
+                layer.check()
+        comm.barrier()
+        torch.cuda.synchronize()
+        del graph
+        for layer in layers:
+            layer.close()
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+@pytest.mark.parametrize("shape", [(1, 2), (2, 2)], ids=lambda shape: f"{shape[0]}x{shape[1]}")
+def test_training_steps(pools: SharedPools, shape: tuple[int, int], planner: str) -> None:
+    """Forward and backward in one graph, two layers in flight on one heap."""
+    pools.pool(shape[0] * shape[1]).run(trained, shape[0], planner, timeout_s=240)
