@@ -51,10 +51,11 @@ class CompileError(FastkernError):
 class WaitRecord:
     """The wait that ran out of time, in a call that all ranks had entered.
 
-    op: the operation. call: its number on this communicator, from 1. rank: who waited. peer: whose
-    flag
-    is missing. item: what could not run (pack, push, put, receive, land, take). stage, chunk: where
-    in that rank's table. expected, seen: flag values as (call, value). waited_s: seconds.
+    op: the operation. call: its number on this communicator, from 1; of a static exchange, the
+    launch on its heap. rank: who waited. peer: whose flag is missing. item: what could not run
+    (pack to reduce, see planner/stage_table.h), "end of its puts", or "entry": what ranks wait for when
+    a static exchange enters a call. stage, chunk: where in that rank's table, of the former.
+    expected, seen: flag values as (call, value). waited_s: seconds.
     """
 
     op: str
@@ -71,10 +72,16 @@ class WaitRecord:
     def __str__(self) -> str:
         return (
             f"{self.op}, call {self.call}: rank {self.rank} waited {self.waited_s:.1f} s for rank "
-            f"{self.peer} before its {self.item} of stage {self.stage}, chunk {self.chunk} "
-            f"(flag expected {self.expected[0]}.{self.expected[1]}, "
+            f"{self.peer} {self._where()} (flag expected {self.expected[0]}.{self.expected[1]}, "
             f"seen {self.seen[0]}.{self.seen[1]})"
         )
+
+    def _where(self) -> str:
+        if self.item == "entry":
+            return "to enter"
+        if self.item == "end of its puts":
+            return f"before the {self.item}"
+        return f"before its {self.item} of stage {self.stage}, chunk {self.chunk}"
 
 
 class DeadlineError(FastkernError):
