@@ -54,8 +54,8 @@ class WaitRecord:
     op: the operation. call: its number on this communicator, from 1; of a static exchange, the
     launch on its heap. rank: who waited. peer: whose flag is missing. item: what could not run
     (pack to reduce, see planner/stage_table.h), "end of its puts", or "entry" of a static
-    exchange's call. stage, chunk: where in that rank's table, of the former. expected, seen: flag values as
-    (call, value). waited_s: seconds.
+    exchange's call. stage, chunk: where in that rank's table, of the former. expected, seen: flag
+    values as (call, value). waited_s: seconds.
     """
 
     op: str
