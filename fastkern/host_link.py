@@ -9,6 +9,7 @@ missing, and no damage where a rank gives up or dies.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +21,8 @@ import torch.distributed as dist
 from . import bootstrap
 from .errors import FastkernError
 from .wait_records import abort_epoch, abort_origin, abort_word
+
+log = logging.getLogger("fastkern")
 
 T = TypeVar("T")
 
@@ -197,5 +200,8 @@ def _own_connection(store: Any) -> Any:
         return store
     try:
         return clone()
-    except (NotImplementedError, RuntimeError):  # of a kind that has no connections
+    except NotImplementedError:  # of a kind that has no connections
+        return store
+    except RuntimeError as error:
+        log.warning("meetings of hosts share the process group's connection: %s", error)
         return store

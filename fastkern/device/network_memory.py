@@ -1,7 +1,10 @@
 """What networks have in common: the heap's memory, step by step, and the record for kernels."""
 
+# ruff: noqa: B027 - what a library has no use for stays empty
+
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -19,7 +22,7 @@ from .transfer import fill, upload
 _ROUND_BYTES = 2 << 20  # of each piece of memory
 
 
-class LibraryNetwork:
+class LibraryNetwork(ABC):
     """Base of networks. A library's own file says what it does in each step.
 
     name: of the library, for messages. See network.Network.
@@ -52,9 +55,9 @@ class LibraryNetwork:
             self.close()
             raise
 
+    @abstractmethod
     def start_library(self) -> Sequence[int]:
         """Start it, on all ranks; what it calls each rank. On errors `stop_library` follows."""
-        raise NotImplementedError
 
     def fill_record(self) -> None:
         """What stands in `record` from the start besides `peers`. Memory by `keep`."""
@@ -120,13 +123,13 @@ class LibraryNetwork:
     def share(self, region: PeerRegion, num_bytes: int) -> None:
         """What the library does with all ranks at once: allocates too, or registers."""
 
+    @abstractmethod
     def mapped(self, region: PeerRegion, rank: int) -> int:
         """The region of another rank of this server, as mapped here; 0: it is not."""
-        raise NotImplementedError
 
+    @abstractmethod
     def release(self, region: PeerRegion) -> None:
         """Undo `share` and `allocate`, as far as they have come. Raises FastkernError."""
-        raise NotImplementedError
 
     def _mapped(self, region: PeerRegion) -> tuple[int, ...]:
         addresses = [0] * self.setting.topology.num_ranks

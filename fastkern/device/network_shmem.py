@@ -72,7 +72,7 @@ class ShmemSession:
     the same on all ranks."""
 
     def __init__(self, library: Shmem) -> None:
-        self.library = library
+        self.bindings = library
         self.num_allocations = 0
         self.retired: dict[int, int] = {}  # addresses by number, which wait to be freed
 
@@ -87,9 +87,9 @@ class ShmemNetwork(LibraryNetwork):
 
     def __init__(self, setting: Setting, session: ShmemSession) -> None:
         super().__init__(setting)
-        self.name = session.library.name
+        self.name = session.bindings.name
         self._session = session
-        self._library = session.library
+        self._library = session.bindings
         self._peers: list[int] = []
 
     def start_library(self) -> Sequence[int]:

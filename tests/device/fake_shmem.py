@@ -110,7 +110,7 @@ class TabledNetwork(ShmemNetwork):
 
     def __init__(self, setting: Setting, session: ShmemSession) -> None:
         super().__init__(setting, session)
-        self.fake: Any = session.library
+        self.fake: Any = session.bindings
         self.fake.use(setting)
 
     def place_in_record(self, control: PeerRegion, data: PeerRegion) -> None:
