@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -70,15 +71,16 @@ class StaticExchange:
     follow one another whatever streams they are in; replays, and calls of siblings, are ordered by
     the caller, by one stream or by events.
 
-    Where errors appear: what the host can see of its arguments, at once, on this rank alone; ranks
-    that made the call wait for one that did not until the entry deadline. A bad index, and more
-    rows than there is room for (duplicates of an expert in a token's choices): the call moves
-    nothing on any rank, so that combined rows are zeros and rows received unwritten. A combine or
-    backward of another dispatch than the last: its results are wrong. Of both a line is logged, and
-    check() raises ValueError, once. (Calls do not: ranks learn of it at different times, and one
-    that left out a call would leave the others waiting.) Deadlines break the communicator: dispatch
-    has the entry deadline until all ranks have come, then the progress deadline; combine and
-    backward, to which a rank may come late, the longer of the two.
+    Where errors appear: what the host can see of a call's arguments, at once, on this rank. Ranks
+    do not compare them, so the others are told that it has left, which breaks the communicator (not
+    while a graph is captured, when nothing runs). A bad index, and more rows than there is room for
+    (duplicates of an expert in a token's choices): the call moves nothing on any rank, so that
+    combined rows are zeros and rows received unwritten. A combine or backward of another dispatch
+    than the last: its results are wrong. Of both a line is logged, and check() raises ValueError,
+    once. (Calls do not: ranks learn of it at different times, and one that left out a call would
+    leave the others waiting.) Deadlines break the communicator: dispatch has the entry deadline
+    until all ranks have come, then the progress deadline; combine and backward, to which a rank may
+    come late, the longer of the two.
     """
 
     def __init__(
@@ -157,20 +159,22 @@ class StaticExchange:
         communicator, as far as it is known.
         """
         one = isinstance(x, torch.Tensor)
-        xs: list[Any] = [x] if one else list(x)
-        call = prepare_dispatch(
-            xs,
-            topk_idx,
-            topk_weights,
-            self.shape.options,
-            None,
-            None,
-            None,
-            self._topology.num_ranks,
-            self._runtime.device,
-        )
-        self.shape.check_dispatch(call)
-        if self._differentiated([*xs, topk_weights]):
+        with self._telling_others():
+            xs: list[Any] = [x] if one else list(x)
+            call = prepare_dispatch(
+                xs,
+                topk_idx,
+                topk_weights,
+                self.shape.options,
+                None,
+                None,
+                None,
+                self._topology.num_ranks,
+                self._runtime.device,
+            )
+            self.shape.check_dispatch(call)
+            differentiated = self._differentiated([*xs, topk_weights])
+        if differentiated:
             made = differentiable_dispatch(self, call, xs, topk_weights)
         else:
             made = self.run_dispatch(call)
@@ -248,28 +252,23 @@ class StaticExchange:
         where it is not the last one made here, but will be the last one on the device: in graphs
         that are captured one after the other.
         """
-        if of is not None and not isinstance(of, StaticDispatched):
-            raise TypeError(f"of must be what dispatch gave, not {type(of).__name__}")
-        mark = self.last if of is None else of.mark
-        if mark is None:
-            raise ValueError("combine: there was no dispatch before")
-        if mark.exchange != self.name:
-            raise ValueError(f"of: given by {mark.exchange}, this is {self.name}")
-        self.shape.check_combine(expert_out)
-        info = self.shape.info(self._rank, self._topology, mark.num_tokens)
-        call = prepare_combine(
-            expert_out,
-            info,
-            torch.empty(0, dtype=torch.int64),
-            weights,
-            bias,
-            self.shape.wire_dtype,
-            out,
-            self._runtime.device,
-        )
-        if self._differentiated([expert_out, weights, bias, mark.anchor]):
-            if out is not None:
+        with self._telling_others():
+            mark = self._mark_of(of)
+            self.shape.check_combine(expert_out)
+            call = prepare_combine(
+                expert_out,
+                self.shape.info(self._rank, self._topology, mark.num_tokens),
+                torch.empty(0, dtype=torch.int64),
+                weights,
+                bias,
+                self.shape.wire_dtype,
+                out,
+                self._runtime.device,
+            )
+            differentiated = self._differentiated([expert_out, weights, bias, mark.anchor])
+            if differentiated and out is not None:
                 raise ValueError("combine: out cannot be given where gradients are wanted")
+        if differentiated:
             return differentiable_combine(self, call, mark, expert_out, weights, bias)
         return self.run_combine(call, mark)
 
@@ -346,6 +345,27 @@ class StaticExchange:
                 "torch.no_grad()"
             )
         return True
+
+    def _mark_of(self, of: StaticDispatched | None) -> DispatchMark:
+        """Which dispatch a combine belongs to."""
+        if of is not None and not isinstance(of, StaticDispatched):
+            raise TypeError(f"of must be what dispatch gave, not {type(of).__name__}")
+        mark = self.last if of is None else of.mark
+        if mark is None:
+            raise ValueError("combine: there was no dispatch before")
+        if mark.exchange != self.name:
+            raise ValueError(f"of: given by {mark.exchange}, this is {self.name}")
+        return mark
+
+    @contextmanager
+    def _telling_others(self) -> Iterator[None]:
+        """Checks of a call's arguments: ranks do not compare them, and would wait for this one."""
+        try:
+            yield
+        except Exception as error:
+            if not self._closed and not self._runtime.streams.capturing():
+                self._runtime.fail(error)
+            raise
 
     def _run(self, call: Callable[[], T]) -> T:
         """In turn. What fails on this rank alone is told to the others, who would wait for it."""

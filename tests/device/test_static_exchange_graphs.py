@@ -197,29 +197,74 @@ def wrong_arguments(rank: int, ranks: int) -> list[str]:
             lambda: comm.static_exchange(x, **options, num_blocks=99),
         ]
         texts = [message(call) for call in made]
-        given = inputs(case, 9, torch.Generator().manual_seed(rank))
-        with comm.static_exchange(x, **options) as plain, static_of(comm, case) as exchange:
-            rows = torch.zeros(exchange.num_recv_rows, 5)
-            texts.append(message(lambda: exchange.combine(rows)))
+        with static_of(comm, case) as exchange:
+            given = inputs(case, 9, torch.Generator().manual_seed(rank))
             got = exchange.dispatch(given.xs, given.idx, given.weights)
-            plain.dispatch(given.xs, given.idx, given.weights)
-            calls = [
-                lambda: exchange.dispatch(given.xs[:1], given.idx, given.weights),
-                lambda: exchange.dispatch(given.xs, given.idx),
-                lambda: exchange.dispatch(given.xs, given.idx[:, :1], given.weights),
-                lambda: exchange.combine(rows[1:]),
-                lambda: exchange.combine(rows[:, 1:]),
-                lambda: exchange.combine(rows.double()),
-                lambda: plain.combine(rows),
-                lambda: exchange.combine(rows.requires_grad_()),
-            ]
-            texts += [message(call) for call in calls]
             z = exchange.combine(experts(case, got.recv_x[0]), got.recv_topk_weights)
-            assert torch.equal(z, sums_of(comm, case, given)[1])
+            assert torch.equal(z, sums_of(comm, case, given)[1])  # none of it did any harm
         texts.append(message(lambda: exchange.dispatch(given.xs, given.idx, given.weights)))
         exchange.close()
         del ranks, expert_out
     return texts
+
+
+def wrong_call(rank: int, ranks: int, which: int) -> tuple[str, str, float]:
+    """Rank 1's arguments are wrong in one call; rank 0 makes a good one."""
+    del ranks
+    case = StaticCase(num_experts=4, topk=2)
+    with device_communicator(1, entry_timeout_s=40.0) as comm:
+        exchange = static_of(comm, case)
+        options = {"topk": 2, "num_experts": 4, "num_max_tokens_per_rank": 9}
+        plain = comm.static_exchange(case.like()[0], **options)
+        given = inputs(case, 9, torch.Generator().manual_seed(rank))
+        rows = torch.zeros(exchange.num_recv_rows, 5)
+        if which > 0:
+            exchange.dispatch(given.xs, given.idx, given.weights)
+            plain.dispatch(given.xs, given.idx, given.weights)
+        calls = [
+            lambda: exchange.combine(rows),
+            lambda: exchange.dispatch(given.xs[:1], given.idx, given.weights),
+            lambda: exchange.dispatch(given.xs, given.idx),
+            lambda: exchange.dispatch(given.xs, given.idx[:, :1], given.weights),
+            lambda: exchange.combine(rows[1:]),
+            lambda: exchange.combine(rows[:, 1:]),
+            lambda: exchange.combine(rows.double()),
+            lambda: plain.combine(rows),
+            lambda: exchange.combine(rows.requires_grad_()),
+        ]
+        begin = time.monotonic()
+        if rank == 1:
+            text = message(calls[which])
+        else:
+            text = message(lambda: exchange.dispatch(given.xs, given.idx, given.weights))
+        took_s = time.monotonic() - begin
+        return text, message(comm.check), took_s
+
+
+@pytest.mark.parametrize(
+    ("which", "part"),
+    enumerate(
+        [
+            "combine: there was no dispatch before",
+            "x has rows [[12]], the exchange was made for [[12], [3]]",
+            "topk_weights is None",
+            "topk_weights [9, 2]",
+            "expert_out [35, 5] must have the 36 rows",
+            "expert_out has rows [4], the exchange combines [5]",
+            "expert_out is float64, the exchange combines float32",
+            "the exchange was made without a combine",
+            "this static exchange was made without gradients=True",
+        ]
+    ),
+)
+def test_arguments_of_calls(shared_pools: SharedPools, which: int, part: str) -> None:
+    """The rank itself names the place; the other is told long before the deadline."""
+    (other, other_after, took_s), (text, after, _) = shared_pools.pool(2).run(wrong_call, which)
+    assert part in text, text
+    assert "rank 1 gave up waiting for other ranks, or left the call" in other, other
+    assert "the communicator is broken" in other_after, other_after
+    assert "the communicator is broken" in after, after
+    assert took_s < 20
 
 
 def test_arguments(shared_pools: SharedPools) -> None:
@@ -234,15 +279,6 @@ def test_arguments(shared_pools: SharedPools) -> None:
         "expert_out must be float64",
         "weights_dtype must be float32",
         "num_blocks must be 1 to",
-        "combine: there was no dispatch before",
-        "x has rows [[12]], the exchange was made for [[12], [3]]",
-        "topk_weights is None",
-        "topk_weights [9, 2]",
-        "expert_out [35, 5] must have the 36 rows",
-        "expert_out has rows [4], the exchange combines [5]",
-        "expert_out is float64, the exchange combines float32",
-        "the exchange was made without a combine",
-        "this static exchange was made without gradients=True",
         "ClosedError: the static exchange is closed",
     ]
     assert len(both[0]) == len(expected)
