@@ -145,9 +145,10 @@ class DeviceRuntime:
         turns: Turns,
         chunk_bytes: int,
         num_blocks: int,
+        beside: StaticExchange | None = None,
     ) -> StaticExchange:
-        """A static exchange; a step of a call that all ranks have entered."""
-        made = StaticExchange(self, turns, shape, topology, chunk_bytes, num_blocks)
+        """A static exchange; a step of a call that all ranks have entered. beside: a sibling."""
+        made = StaticExchange(self, turns, shape, topology, chunk_bytes, num_blocks, beside)
         with self._lock:
             self._statics.append(made)
         return made
@@ -167,15 +168,9 @@ class DeviceRuntime:
         record = encode_call(OP_STATIC, text, "", np.zeros(0, dtype=np.uint64))
         agreed_bodies(self.exchange(record, "static_exchange"))
 
-        def make() -> StaticExchange:
-            made = StaticExchange(
-                self, turns, other.shape, topology, chunk_bytes, num_blocks, other
-            )
-            with self._lock:
-                self._statics.append(made)
-            return made
-
-        return self.guarded(make)
+        return self.guarded(
+            lambda: self.make_static(other.shape, topology, turns, chunk_bytes, num_blocks, other)
+        )
 
     def forget_static(self, exchange: StaticExchange) -> None:
         """It is being closed."""

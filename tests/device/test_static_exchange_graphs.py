@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from fastkern import Communicator
 from fastkern.device.graphs import record_graph
@@ -232,6 +233,7 @@ def wrong_call(rank: int, ranks: int, which: int) -> tuple[str, str, float]:
             lambda: plain.combine(rows),
             lambda: exchange.combine(rows.requires_grad_()),
         ]
+        dist.barrier()  # the other has done all that precedes
         begin = time.monotonic()
         if rank == 1:
             text = message(calls[which])
@@ -243,18 +245,20 @@ def wrong_call(rank: int, ranks: int, which: int) -> tuple[str, str, float]:
 
 @pytest.mark.parametrize(
     ("which", "part"),
-    enumerate(
-        [
-            "combine: there was no dispatch before",
-            "x has rows [[12]], the exchange was made for [[12], [3]]",
-            "topk_weights is None",
-            "topk_weights [9, 2]",
-            "expert_out [35, 5] must have the 36 rows",
-            "expert_out has rows [4], the exchange combines [5]",
-            "expert_out is float64, the exchange combines float32",
-            "the exchange was made without a combine",
-            "this static exchange was made without gradients=True",
-        ]
+    list(
+        enumerate(
+            [
+                "combine: there was no dispatch before",
+                "x has rows [[12]], the exchange was made for [[12], [3]]",
+                "topk_weights is None",
+                "topk_weights [9, 2]",
+                "expert_out [35, 5] must have the 36 rows",
+                "expert_out has rows [4], the exchange combines [5]",
+                "expert_out is float64, the exchange combines float32",
+                "the exchange was made without a combine",
+                "this static exchange was made without gradients=True",
+            ]
+        )
     ),
 )
 def test_arguments_of_calls(shared_pools: SharedPools, which: int, part: str) -> None:
