@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from fastkern.device.graphs import record_graph
 from tests.conftest import SharedPools
@@ -185,6 +186,7 @@ def fails_alone(rank: int, ranks: int) -> tuple[str, float]:
         if rank == 1:
             site: Any = exchange._site
             site.fill = _no_memory
+        dist.barrier()  # the others have made theirs
         begin = time.monotonic()
         text = message(lambda: exchange.dispatch(given.xs, given.idx, given.weights))
         took_s = time.monotonic() - begin
@@ -233,6 +235,7 @@ def of_others(rank: int, ranks: int) -> list[str]:
             b.dispatch(given.xs, given.idx, given.weights)
             rows = experts(case, got.recv_x[0])
             of: Any = rows if wrong_type else got
+            dist.barrier()  # the other has done all that precedes
             texts.append(message(lambda: b.combine(rows, of=of)))  # noqa: B023 - called at once
     return texts
 
