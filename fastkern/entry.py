@@ -299,6 +299,14 @@ class Entry:
         self._broken = error
         raise error
 
+    def lost_peers(self) -> tuple[list[int], PeerLostError | None]:
+        """Ranks whose processes have ended, as far as that can be told here, and what to say."""
+        lost = self._lost(range(self.num_ranks))
+        if not lost:
+            return [], None
+        text = f"{self.op}, call {self.call}: no word will come from rank {_listed(lost)}"
+        return lost, PeerLostError(f"{text}, whose process has ended")
+
     def _lost(self, ranks: Sequence[int]) -> list[int]:
         return [r for r in ranks if r in self._local and not self._processes[r].alive()]
 

@@ -33,16 +33,15 @@ from .backend import DeviceBackend
 from .device_parts import make_parts
 from .driver import DriverError
 from .launch_ring import LaunchRing, Slot
-from .memory import SymmetricHeap
 from .moe_record import MoeRecord
-from .records import CONTROL, offset_of
+from .records import CONTROL
 from .static_exchange import StaticExchange
+from .stop_kernels import KernelStopper
 from .together import logged
 from .trace_buffer import TraceBuffer
-from .transfer import download, own_stream, pinned
+from .transfer import download
 from .virtual_errors import RECORD_WRITTEN, control_record
 from .virtual_launch import CommonArgs, PreparedLaunch
-from .virtual_memory import host_view
 from .watchdog import Watchdog
 
 log = logging.getLogger("fastkern")
@@ -108,6 +107,8 @@ class DeviceRuntime:
                 trace_capacity=0,
                 network=parts.network_args,
             )
+            self._stopper = KernelStopper(self.driver)
+            made.callback(self._stopper.close)
             self._ring = LaunchRing(self.driver, common, rank)
             made.callback(self._ring.close)
             self._trace = TraceBuffer(self.driver, self._drain)
@@ -301,6 +302,18 @@ class DeviceRuntime:
                     return error
             return None
 
+    def watch(self) -> Exception | None:
+        """As `look`. No host waits for the kernels of static exchanges, so here it is seen when a
+        rank that they wait for has died."""
+        error = self.look()
+        if error is not None or not self._statics:
+            return error
+        lost, error = self._entry.lost_peers()
+        if error is None or not self._entry.found(error):
+            return None
+        self._stop(lost)
+        return error
+
     @staticmethod
     def _found(look: Callable[[], FastkernError | None]) -> FastkernError | None:
         try:
@@ -364,27 +377,19 @@ class DeviceRuntime:
         raw = download(self.driver, self._heap.control_address(rank), CONTROL.itemsize)
         return control_record(np.frombuffer(raw, dtype=np.uint8))
 
-    def _stop(self) -> None:
-        """Tell the kernels of all ranks that this one has left, unless a kernel has given up."""
+    def _stop(self, lost: Sequence[int] = ()) -> None:
+        """Tell the kernels of all ranks that this one has left, unless a kernel has given up. lost:
+        ranks that are no more."""
         with self._lock:
             shared = {id(exchange.heap): exchange.heap for exchange in self._statics}
-        heaps = [self._heap, *shared.values()]
-        for heap in heaps:
+        word = self.epoch << VALUE_BITS | self.rank + 1
+        for heap in (self._heap, *shared.values()):
+            all_of_them = (heap.control_address(r) for r in range(self.num_ranks) if r not in lost)
+            reachable = filter(None, all_of_them)  # kernels tell other servers
             try:
-                self._stop_kernels_on(heap)
+                self._stopper.stop(heap.control_address(self.rank), reachable, word)
             except DriverError as error:
                 log.warning("telling the other ranks' kernels: %s", error)
-
-    def _stop_kernels_on(self, heap: SymmetricHeap) -> None:
-        offset = offset_of(CONTROL, "abort")
-        own = download(self.driver, heap.control_address(self.rank) + offset, 8)
-        if any(own):
-            return
-        with pinned(self.driver, 8) as word, own_stream(self.driver) as stream:
-            host_view(word, 8).view(np.uint64)[0] = self.epoch << VALUE_BITS | self.rank + 1
-            for rank in range(self.num_ranks):
-                if base := heap.control_address(rank):  # kernels tell other servers
-                    self.driver.copy(base + offset, word, 8, stream)
 
     # -- end ---------------------------------------------------------------------------------------
 

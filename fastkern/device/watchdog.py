@@ -11,7 +11,7 @@ log = logging.getLogger("fastkern")
 
 
 class Watched(Protocol):
-    def look(self) -> Exception | None:
+    def watch(self) -> Exception | None:
         """What went wrong since the last look, if it is news."""
 
 
@@ -40,7 +40,7 @@ def _watch(reference: weakref.ref[Watched], stop: threading.Event, period_s: flo
         watched = reference()
         if watched is None:
             return
-        error = watched.look()
+        error = watched.watch()
         if error is not None:
             log.error("%s", error)
             return

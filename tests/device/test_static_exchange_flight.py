@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from typing import Any
 
@@ -9,9 +11,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fastkern import Communicator
 from fastkern.device.graphs import record_graph
+from fastkern.device.host_driver import HostDriver
 from tests.conftest import SharedPools
-from tests.device.communicators import device_communicator, leave_work_to_itself, message
+from tests.device.communicators import (
+    device_communicator,
+    leave_work_to_itself,
+    message,
+    on_device,
+)
 from tests.device.static_cases import (
     StaticCase,
     experts,
@@ -19,6 +28,7 @@ from tests.device.static_cases import (
     static_of,
     sums_of,
 )
+from tests.processes import Pool
 
 PLANNERS = ("device", "host")
 planners = pytest.mark.parametrize("planner", PLANNERS)
@@ -285,3 +295,31 @@ def test_closed_exchanges(shared_pools: SharedPools) -> None:
         assert "static exchange 2 is closed" in texts[1]
         assert texts[2] == "ClosedError: static exchange 2 is closed"
         assert "NoneType" in texts[3]
+
+
+def dies(rank: int, ranks: int, planner: str) -> tuple[str, float]:
+    """The last rank is killed, its dispatch not made; the host waits for nothing of it."""
+    driver = HostDriver(most_lanes=2)
+    options = {"progress_timeout_s": 1.0, "entry_timeout_s": 100.0}
+    with Communicator(**on_device(driver, 2, options)) as comm:
+        case = StaticCase(planner=planner)
+        exchange = static_of(comm, case)
+        given = inputs(case, 4, torch.Generator().manual_seed(rank))
+        dist.barrier()
+        if rank == ranks - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        begin = time.monotonic()
+        text = message(lambda: exchange.dispatch(given.xs, given.idx, given.weights))
+        return text, time.monotonic() - begin
+
+
+@planners
+def test_a_rank_that_dies(mortal_four: Pool, planner: str) -> None:
+    """Whoever waits for it is let go long before the entry deadline."""
+    *living, _ = mortal_four.outcomes(dies, planner)
+    for outcome in living:
+        assert outcome.error is None, outcome
+        text, took_s = outcome.value
+        assert "rank 3, whose process has ended" in text or "gave up waiting" in text, text
+        assert took_s < 30
+    assert any("rank 3, whose process has ended" in o.value[0] for o in living), living
