@@ -13,11 +13,10 @@ from ..errors import ClosedError, FastkernError, WaitRecord
 from ..moe.combine_arguments import CombineCall, prepare_combine
 from ..moe.dispatch_arguments import DispatchCall, prepare_dispatch
 from ..moe.static_shape import Reverse, StaticShape
-from ..moe.tensor_checks import with_target
 from ..planner import Topology
 from ..turns import Turns
 from .memory import SymmetricHeap
-from .moe_record import MoeRecord
+from .static_calls import DispatchMark, StaticCalls
 from .static_gradients import differentiable_combine, differentiable_dispatch
 from .static_received import ReceivedRows
 from .static_site import StaticSite
@@ -27,19 +26,6 @@ if TYPE_CHECKING:
     from .device_runtime import DeviceRuntime
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class DispatchMark:
-    """Which dispatch a combine or a backward belongs to.
-
-    exchange: its name. anchor: gives a combine a gradient, or None.
-    """
-
-    exchange: str
-    serial: int
-    num_tokens: int
-    anchor: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -101,7 +87,6 @@ class StaticExchange:
         self._info = shape.info(runtime.rank, topology, 0)
         self._chunk_bytes = chunk_bytes
         self._num_blocks = num_blocks
-        self._serial = 0
         self.last: DispatchMark | None = None
         self._site: StaticSite = StaticSite(
             runtime,
@@ -111,7 +96,7 @@ class StaticExchange:
             num_blocks,
             None if beside is None else beside._site,
         )
-        self.received = ReceivedRows(runtime, self._site, shape, self.num_recv_rows)
+        self._calls = StaticCalls(runtime, self._site, shape, self._info)
         self._closed = False
 
     @property
@@ -128,6 +113,11 @@ class StaticExchange:
     def device(self) -> torch.device:
         """Where the tensors of calls are."""
         return self._runtime.device
+
+    @property
+    def received(self) -> ReceivedRows:
+        """What the last dispatch has received, for gradients."""
+        return self._calls.received
 
     @property
     def num_recv_rows(self) -> int:
@@ -188,52 +178,7 @@ class StaticExchange:
 
     def run_dispatch(self, call: DispatchCall) -> list[torch.Tensor]:
         """A dispatch that has been checked: payloads, weights and indices if any, token counts."""
-        return self._run(lambda: self._dispatch(call))
-
-    def _dispatch(self, call: DispatchCall) -> list[torch.Tensor]:
-        stream = self._site.begin()
-        self._serial += 1
-        shape, rows = self.shape, self._info.num_recv_rows
-        recv = [x.new_empty((rows, *x.shape[1:])) for x in call.xs]
-        weights, idx = None, None
-        if call.weights is not None:
-            tail = (shape.topk,) if shape.options.layout == "rank" else ()
-            weights = call.weights.new_empty((rows, *tail))
-            self._site.fill(weights, 0, stream)
-        if shape.options.layout == "rank":
-            idx = call.xs[0].new_empty((rows, shape.topk), dtype=torch.int64)
-            self._site.fill(idx, 0xFF, stream)
-        if shape.gradients:
-            self.received.forget(stream)
-        moe, form = MoeRecord(), call.format
-        for x, target, size, offset in zip(
-            call.xs, recv, form.part_bytes, form.offsets, strict=True
-        ):
-            if shape.options.zero_padding:
-                self._site.fill(target, 0, stream)
-            moe.add_part(x.data_ptr(), target.data_ptr(), size, offset)
-        moe.set_dispatch(
-            handle=self._site.memory.rank[0]["handle"],
-            header_offset=form.header_offset,
-            record=True,
-            weights_input=0 if call.weights is None else call.weights.data_ptr(),
-            weights_output=0 if weights is None else weights.data_ptr(),
-            weights_offset=form.weights_offset,
-            weight_bytes=form.weight_bytes,
-            index_output=0 if idx is None else idx.data_ptr(),
-        )
-        moe.record["serial"] = self._serial
-        assert call.topk_idx is not None
-        route = self._site.launches.route_args(0, call, call.topk_idx.data_ptr())
-        self._site.launches.dispatch(stream, [route], moe.record)
-        tokens = call.topk_idx.new_empty(self._info.num_own_experts, dtype=torch.int64)
-        counted = self._site.launches.tokens_per_expert(0)
-        self._runtime.driver.copy(tokens.data_ptr(), counted, 8 * tokens.numel(), stream)
-        self.last = DispatchMark(self.name, self._serial, call.num_tokens, None)
-        self.received.idx = idx
-        made = [t for t in (*recv, weights, idx, tokens) if t is not None]
-        used = [t for t in (*call.xs, call.topk_idx, call.weights) if t is not None]
-        self._end(stream, [*used, *made])
+        made, self.last = self._run(lambda: self._calls.dispatch(call))
         return made
 
     def combine(
@@ -276,63 +221,14 @@ class StaticExchange:
         self, call: CombineCall, mark: DispatchMark, reverse: Reverse | None = None
     ) -> torch.Tensor:
         """A combine that has been checked: of expert outputs, or of a backward's gradients."""
-        return self._run(lambda: self._combine(call, mark, reverse))
-
-    def _combine(
-        self, call: CombineCall, mark: DispatchMark, reverse: Reverse | None
-    ) -> torch.Tensor:
-        stream = self._site.begin()
-        read = [call.expert_out, call.weights, call.bias]
-        result = with_target(call.out, mark.num_tokens, call.expert_out, read)
-        self._site.fill(result, 0, stream)  # what stays of a call that moves nothing
-        moe = MoeRecord()
-        value, wire, bias_kind = call.kinds
-        moe.set_combine(
-            handle=self._site.memory.rank[0]["handle"],
-            expert_out=call.expert_out.data_ptr(),
-            row_weights=0 if call.weights is None else call.weights.data_ptr(),
-            bias=0 if call.bias is None else call.bias.data_ptr(),
-            result=result.data_ptr(),
-            width=call.width,
-            bias_stride=call.bias_stride,
-            value_kind=value,
-            wire_kind=wire,
-            bias_kind=bias_kind,
-        )
-        moe.record["serial"], moe.record["result_rows"] = mark.serial, mark.num_tokens
-        doubles = call.expert_out.dtype == torch.float64
-        if reverse is None:
-            self._site.launches.combine(stream, doubles, moe.record)
-        else:
-            self._site.launches.reverse(reverse, stream, doubles, moe.record)
-        self._end(stream, [t for t in (*read, result) if t is not None])
-        if call.out is not None and call.out is not result:
-            call.out.copy_(result)
-        return result if call.out is None else call.out
+        return self._run(lambda: self._calls.combine(call, mark, reverse))
 
     def run_again(self, x: torch.Tensor, mark: DispatchMark, reverse: Reverse) -> torch.Tensor:
         """Rows of the last dispatch's tokens to where they went; zeros where nothing is received.
 
         x: [T, ...] contiguous. In the rank layout each token's row once.
         """
-        return self._run(lambda: self._again(x, mark, reverse))
-
-    def _again(self, x: torch.Tensor, mark: DispatchMark, reverse: Reverse) -> torch.Tensor:
-        stream, form = self._site.begin(), self.shape.again
-        target = x.new_empty((self.num_recv_rows, *x.shape[1:]))
-        self._site.fill(target, 0, stream)
-        moe = MoeRecord()
-        moe.add_part(x.data_ptr(), target.data_ptr(), form.part_bytes[0], 0)
-        moe.set_dispatch(
-            handle=self._site.memory.rank[0]["handle"],
-            header_offset=form.header_offset,
-            record=False,
-            weights_offset=form.weights_offset,
-        )
-        moe.record["serial"] = mark.serial
-        self._site.launches.reverse(reverse, stream, False, moe.record)
-        self._end(stream, [x, target])
-        return target
+        return self._run(lambda: self._calls.again(x, mark, reverse))
 
     def _differentiated(self, tensors: Sequence[torch.Tensor | None]) -> bool:
         if not torch.is_grad_enabled() or not any(
@@ -386,12 +282,6 @@ class StaticExchange:
             return self._runtime.guarded(call)
 
         return self._turns.call(run)
-
-    def _end(self, stream: int, used: Sequence[torch.Tensor]) -> None:
-        """A call has been enqueued, with these tensors."""
-        self._site.end(stream)
-        if self._runtime.streams.settle(*used):
-            self._runtime.check()
 
     # -- failures ----------------------------------------------------------------------------------
 

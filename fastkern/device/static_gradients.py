@@ -27,7 +27,8 @@ from ..moe.static_shape import Reverse, sum_dtype
 from ..moe.tensor_checks import VALUE_KINDS, num_values, row_form
 
 if TYPE_CHECKING:
-    from .static_exchange import DispatchMark, StaticExchange
+    from .static_calls import DispatchMark
+    from .static_exchange import StaticExchange
 
 
 def differentiable_dispatch(
