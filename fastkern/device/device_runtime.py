@@ -24,7 +24,7 @@ from ..heap import ProcessIdentity
 from ..moe.static_shape import StaticShape
 from ..planner import StageTable, Topology
 from ..planner.table import VALUE_BITS
-from ..records import OP_STATIC, Words, agreed_bodies, encode_call
+from ..records import Words
 from ..runtime import RuntimeOptions
 from ..stats import CallStats
 from ..turns import Fork, Turns
@@ -36,6 +36,7 @@ from .launch_ring import LaunchRing, Slot
 from .moe_record import MoeRecord
 from .records import CONTROL
 from .static_exchange import StaticExchange
+from .static_registry import StaticRegistry
 from .stop_kernels import KernelStopper
 from .together import logged
 from .trace_buffer import TraceBuffer
@@ -76,8 +77,7 @@ class DeviceRuntime:
         self._last: Slot | None = None
         self._calls: deque[tuple[int, str, int]] = deque(maxlen=64)  # epoch, op, call
         self._ended = False
-        self._statics: list[StaticExchange] = []
-        self.num_statics = 0  # made so far, alike on all ranks
+        self.statics = StaticRegistry(self, self._lock)
         self.freed = backend.keep_open_unless
         self.progress_ns = int(min(options.progress_timeout_s * 1e9, 2.0**62))
         self.entry_ns = int(min(options.entry_timeout_s * 1e9, 2.0**62))
@@ -137,8 +137,6 @@ class DeviceRuntime:
         """Through which ranks meet, in a call that all have entered."""
         return self._entry
 
-    # -- static exchanges --------------------------------------------------------------------------
-
     def make_static(
         self,
         shape: StaticShape,
@@ -146,38 +144,9 @@ class DeviceRuntime:
         turns: Turns,
         chunk_bytes: int,
         num_blocks: int,
-        beside: StaticExchange | None = None,
     ) -> StaticExchange:
-        """A static exchange; a step of a call that all ranks have entered. beside: a sibling."""
-        made = StaticExchange(self, turns, shape, topology, chunk_bytes, num_blocks, beside)
-        with self._lock:
-            self._statics.append(made)
-        return made
-
-    def static_beside(
-        self,
-        other: StaticExchange,
-        topology: Topology,
-        turns: Turns,
-        chunk_bytes: int,
-        num_blocks: int,
-    ) -> StaticExchange:
-        """One more on the other's heap; all ranks call it."""
-        text: str | Exception = f"{other.name}, a sibling"
-        if other.closed:  # here, or on all ranks: all must learn of it
-            text = ValueError(f"sibling: {other.name} is closed")
-        record = encode_call(OP_STATIC, text, "", np.zeros(0, dtype=np.uint64))
-        agreed_bodies(self.exchange(record, "static_exchange"))
-
-        return self.guarded(
-            lambda: self.make_static(other.shape, topology, turns, chunk_bytes, num_blocks, other)
-        )
-
-    def forget_static(self, exchange: StaticExchange) -> None:
-        """It is being closed."""
-        with self._lock:
-            if exchange in self._statics:
-                self._statics.remove(exchange)
+        """See Runtime."""
+        return self.statics.make(shape, topology, turns, chunk_bytes, num_blocks)
 
     # -- one call, step by step --------------------------------------------------------------------
 
@@ -296,8 +265,8 @@ class DeviceRuntime:
                 self._launched.popleft()
                 if error is not None and self._entry.found(error):
                     return error
-            for exchange in self._statics:
-                error = self._found(exchange.look)
+            for look in self.statics.looks():
+                error = self._found(look)
                 if error is not None and self._entry.found(error):
                     return error
             return None
@@ -306,7 +275,7 @@ class DeviceRuntime:
         """As `look`. No host waits for the kernels of static exchanges, so here it is seen when a
         rank that they wait for has died."""
         error = self.look()
-        if error is not None or not self._statics:
+        if error is not None or not self.statics:
             return error
         lost, error = self._entry.lost_peers()
         if error is None or not self._entry.found(error):
@@ -352,10 +321,7 @@ class DeviceRuntime:
             word = int(self._control_of(self.rank)["abort"])
             if word:
                 return self._record_of(word, op, call)
-            with self._lock:
-                statics = list(self._statics)
-            records = (exchange.record() for exchange in statics)
-            return next((record for record in records if record is not None), None)
+            return self.statics.record()
         except DriverError as error:
             log.warning("reading the control words: %s", error)
             return None
@@ -380,10 +346,8 @@ class DeviceRuntime:
     def _stop(self, lost: Sequence[int] = ()) -> None:
         """Tell the kernels of all ranks that this one has left, unless a kernel has given up. lost:
         ranks that are no more."""
-        with self._lock:
-            shared = {id(exchange.heap): exchange.heap for exchange in self._statics}
         word = self.epoch << VALUE_BITS | self.rank + 1
-        for heap in (self._heap, *shared.values()):
+        for heap in (self._heap, *self.statics.heaps()):
             all_of_them = (heap.control_address(r) for r in range(self.num_ranks) if r not in lost)
             reachable = filter(None, all_of_them)  # kernels tell other servers
             try:
@@ -401,8 +365,7 @@ class DeviceRuntime:
     def close(self) -> None:
         """Wait for what was launched, then let go of the heap. Not collective."""
         self._watchdog.stop()
-        for exchange in list(self._statics):
-            exchange.close()
+        self.statics.close()
         logged("closing", self._drain)
         logged("the end of a trace", self.tracing.close)
         self.look()

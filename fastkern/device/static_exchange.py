@@ -303,7 +303,7 @@ class StaticExchange:
         when all of them are closed; so their calls must not overlap.
         """
         return self._turns.call(
-            lambda: self._runtime.static_beside(
+            lambda: self._runtime.statics.make_beside(
                 self, self._topology, self._turns, self._chunk_bytes, self._num_blocks
             )
         )
@@ -330,7 +330,7 @@ class StaticExchange:
         """
         if not self._closed:
             self._closed = True
-            self._runtime.forget_static(self)
+            self._runtime.statics.forget(self)
             logged("closing a static exchange", self._site.close)
 
     def __enter__(self) -> StaticExchange:

@@ -54,8 +54,7 @@ class StaticSite:
         beside: StaticSite | None = None,
     ) -> None:
         self.shape = shape
-        runtime.num_statics += 1
-        self.name = f"static exchange {runtime.num_statics}"
+        self.name = runtime.statics.next_name()
         self._runtime = runtime
         self._topology = topology
         self._num_blocks = num_blocks
