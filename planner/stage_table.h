@@ -241,12 +241,12 @@ struct FlagLayout {
 // What a proxy tells a rank of its server about a chunk of a dispatch, for one source: the rows it
 // has put into that rank's window, and where it wants their sums in a combine. One per source of
 // the server that the chunk came from: M of them make one scratch row.
-struct Arrival {
-    u32 window_row;
-    u32 num_rows;
-    u32 partial_row;  // of the proxy, after scratch_base
-    u32 reserved;
-};
+#define FASTKERN_ARRIVAL_FIELDS(X)                             \
+    X(u32, window_row)                                         \
+    X(u32, num_rows)                                           \
+    X(u32, partial_row) /* of the proxy, after scratch_base */ \
+    X(u32, reserved)
+FASTKERN_RECORD(Arrival, FASTKERN_ARRIVAL_FIELDS);
 static_assert(sizeof(Arrival) == 16, "layout");
 
 // The moving part of a rank's heap: send staging, receive staging, window, scratch, in this order,

@@ -28,11 +28,11 @@ enum LayoutKind : u32 { kExpertLayout, kRankLayout };
 
 // One choice of a token, in the header of its row: expert layout: the output row; rank layout: the
 // expert's index on its rank. Choices on other servers than the row's hold kNone everywhere.
-struct RowEntry {
-    u32 slot;
-    u32 window_row;
-    u32 local_rank;
-};
+#define FASTKERN_ROW_ENTRY_FIELDS(X) \
+    X(u32, slot)                     \
+    X(u32, window_row)               \
+    X(u32, local_rank)
+FASTKERN_RECORD(RowEntry, FASTKERN_ROW_ENTRY_FIELDS);
 static_assert(sizeof(RowEntry) == 12, "layout");
 
 #define FASTKERN_HANDLE_FIELDS(X)                                               \

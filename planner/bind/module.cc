@@ -78,6 +78,10 @@ nb::dict constants() {
     for (const char* name : {"all_to_all", "dispatch", "combine"}) ops.append(name);
     c["OPS"] = ops;
     c["ARRIVAL_BYTES"] = sizeof(Arrival);
+    // FlagLayout::land(0, 0) is linear in the ranks and in the ranks' chunk flags.
+    const u32 land = FlagLayout{1, 1, 1, 0}.land(0, 0);
+    c["LAND_PER_RANK"] = land;
+    c["LAND_PER_CHUNK"] = FlagLayout{1, 1, 1, 1}.land(0, 0) - land;
     return c;
 }
 

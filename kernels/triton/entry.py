@@ -1,0 +1,35 @@
+"""The kernels by name: which file holds each, and what it is launched with.
+
+Names and launch records are those of `kernels/entry`, so that whoever launches one need not know
+which of the two it is. A record is passed as it is: Triton's parameters are its fields, in order.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+# By entry, as in kernels/entry.
+ENTRIES: dict[str, tuple[str, ...]] = {
+    "exchange": ("fastkern_exchange",),
+    "dispatch": ("fastkern_dispatch",),
+    "combine": ("fastkern_combine", "fastkern_combine_float64"),
+    "route": ("fastkern_route_count", "fastkern_route_scan", "fastkern_route_fill"),
+}
+NAMES = tuple(name for names in ENTRIES.values() for name in names)
+
+
+def entry_of(name: str) -> str:
+    """The entry that holds a kernel; raises KeyError for an unknown one."""
+    return next(entry for entry, names in ENTRIES.items() if name in names)
+
+
+def record_of(name: str) -> str:
+    """The record that a kernel is launched with."""
+    return "RouteArgs" if entry_of(name) == "route" else "LaunchArgs"
+
+
+def kernel_of(name: str) -> Any:
+    """The Triton function. Imports Triton, and what the kernel needs."""
+    module = importlib.import_module(f".{entry_of(name)}", __package__)
+    return getattr(module, name)

@@ -1,0 +1,129 @@
+"""What differs between NVIDIA, AMD and the interpreter: the only Triton code that asks which it is.
+
+    target_name()   "cuda", "hip", or "host": the interpreter
+    drain()         each warp's or wave's stores have left it; before the block barrier of a signal
+    store_release(address, value)   one thread: release at system scope, after a block barrier
+    now_ns()        a clock; equal on all threads
+    pause(rounds)   of a wait that has gone on for so many rounds
+
+The interpreter runs programs as Python: there these are plain functions.
+"""
+
+from __future__ import annotations
+
+import time
+
+import triton
+import triton.language as tl
+from triton.language import core
+
+INTERPRETED: bool = triton.knobs.runtime.interpret
+
+# At least the threads of any block: so no two threads hold the same element, and a reduction goes
+# through shared memory.
+_MOST_THREADS = tl.constexpr(1024)
+
+if INTERPRETED:
+
+    def target_name() -> str:
+        return "host"
+
+    def drain() -> None:
+        """One thread runs the whole program."""
+
+    def now_ns() -> tl.tensor:
+        return tl.full((), time.monotonic_ns(), tl.int64)
+
+    def pause(rounds: tl.tensor) -> None:
+        """Ranks outnumber cores: sleep, 1 ms at most."""
+        time.sleep(min(int(rounds), 20) * 50e-6)
+
+else:
+
+    @core.builtin
+    def target_name(_semantic=None):
+        return core.constexpr(_semantic.builder.options.backend_name)
+
+    @triton.jit
+    def drain():
+        if target_name() == "hip":
+            # A wave's barrier waits for no store, and a release only for those of its own wave.
+            tl.inline_asm_elementwise(
+                "s_waitcnt vmcnt(0)\nv_mov_b32 $0, 0",
+                "=v,~{memory}",
+                [],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )
+
+    @triton.jit
+    def now_ns():
+        # Threads read the clock at different times, and scalars must be equal on all of them: the
+        # latest, by a reduction over one element or more of each.
+        lane = tl.arange(0, _MOST_THREADS)
+        if target_name() == "cuda":
+            ns = tl.inline_asm_elementwise(
+                "mov.u64 $0, %globaltimer;",
+                "=l,r",
+                [lane],
+                dtype=tl.int64,
+                is_pure=False,
+                pack=1,
+            )
+        else:  # 100 MHz, as on every gfx9 Instinct
+            ns = 10 * tl.inline_asm_elementwise(
+                "s_memrealtime $0\ns_waitcnt lgkmcnt(0)",
+                "=s,v",
+                [lane],
+                dtype=tl.int64,
+                is_pure=False,
+                pack=1,
+            )
+        return tl.max(ns)
+
+    @triton.jit
+    def pause(rounds):
+        if rounds >= 8:
+            if target_name() == "cuda":
+                doublings = tl.minimum(rounds // 8 - 1, 5)
+                tl.inline_asm_elementwise(
+                    "nanosleep.u32 $1;\nmov.u32 $0, 0;",
+                    "=r,r",
+                    [32 << doublings],
+                    dtype=tl.int32,
+                    is_pure=False,
+                    pack=1,
+                )
+            else:
+                tl.inline_asm_elementwise(
+                    "s_sleep 8\nv_mov_b32 $0, 0",
+                    "=v",
+                    [],
+                    dtype=tl.int32,
+                    is_pure=False,
+                    pack=1,
+                )
+
+
+@triton.jit
+def store_release(address, value):
+    if target_name() == "cuda":
+        # A store, as peers behind PCIe know no atomics; Triton has none that releases.
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred first;
+            .reg .u32 lane;
+            mov.u32 lane, %tid.x;
+            setp.eq.u32 first, lane, 0;
+            @first st.release.sys.global.u64 [$1], $2;
+            mov.u32 $0, 0;
+            }""",
+            "=r,l,l,~{memory}",
+            [address, value],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        tl.atomic_xchg(address.to(tl.pointer_type(tl.int64)), value, sem="release", scope="sys")
