@@ -25,6 +25,7 @@ from . import layout as at
 from .target import drain, store_release
 
 _WIDTH_BITS = tl.constexpr(at.WIDTH_BITS)
+_WIDTHS = tl.constexpr((1 << at.WIDTH_BITS) - 1)
 
 
 @triton.jit
@@ -32,7 +33,8 @@ def load32(address, mask=None):
     """A u32 as int64; 0 where the mask is false."""
     if mask is None:
         return tl.load(address.to(tl.pointer_type(tl.uint32))).to(tl.int64)
-    return tl.load(address.to(tl.pointer_type(tl.uint32)), mask=mask, other=0).to(tl.int64)
+    else:
+        return tl.load(address.to(tl.pointer_type(tl.uint32)), mask=mask, other=0).to(tl.int64)
 
 
 @triton.jit
@@ -40,7 +42,8 @@ def load64(address, mask=None):
     """A u64 as int64; 0 where the mask is false."""
     if mask is None:
         return tl.load(address.to(tl.pointer_type(tl.int64)))
-    return tl.load(address.to(tl.pointer_type(tl.int64)), mask=mask, other=0)
+    else:
+        return tl.load(address.to(tl.pointer_type(tl.int64)), mask=mask, other=0)
 
 
 @triton.jit
@@ -63,7 +66,7 @@ def place(record, FIELD: tl.constexpr):
 @triton.jit
 def get(record, FIELD: tl.constexpr, mask=None):
     """A field of a record, or of a tensor of records; 0 where the mask is false."""
-    WIDTH: tl.constexpr = FIELD & ((1 << _WIDTH_BITS) - 1)
+    WIDTH: tl.constexpr = FIELD & _WIDTHS
     tl.static_assert(WIDTH == 4 or WIDTH == 8)
     if WIDTH == 4:
         return load32(place(record, FIELD), mask)
@@ -74,7 +77,7 @@ def get(record, FIELD: tl.constexpr, mask=None):
 @triton.jit
 def put(record, FIELD: tl.constexpr, value):
     """Set a field of one record."""
-    WIDTH: tl.constexpr = FIELD & ((1 << _WIDTH_BITS) - 1)
+    WIDTH: tl.constexpr = FIELD & _WIDTHS
     tl.static_assert(WIDTH == 4 or WIDTH == 8)
     if WIDTH == 4:
         store32(place(record, FIELD), value)

@@ -78,6 +78,7 @@ PHASES = tl.constexpr(sum(phase << 4 * q for q, phase in enumerate(table.PHASES)
 AT_CHUNK_END = tl.constexpr(sum(end << q for q, end in enumerate(table.AT_CHUNK_END)))
 NO_SLOT = tl.constexpr(table.NO_SLOT)
 NONE = tl.constexpr(table.NO_SLOT)  # kNone of handles is the same number
+LATE = tl.constexpr((1 << 63) - 1)  # after every plan time
 VALUE_BITS = tl.constexpr(table.VALUE_BITS)
 LAND_PER_RANK = tl.constexpr(_core.constants()["LAND_PER_RANK"])
 LAND_PER_CHUNK = tl.constexpr(_core.constants()["LAND_PER_CHUNK"])

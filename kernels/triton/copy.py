@@ -1,0 +1,59 @@
+"""Copying rows: all threads of a block, 16 bytes each where addresses allow, every byte once.
+
+Example: 5,000 bytes to an address 8 past a multiple of 16, from one likewise, TILE_BYTES 4096: 8
+bytes lead up to the first multiple of 16; of the 4,992 after it one tile takes 4,096 and the next
+896 by vectors of 16 bytes.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _copy_few(to, source, num_bytes):
+    """Less than 16 bytes."""
+    lane = tl.arange(0, 16)
+    here = lane < num_bytes
+    value = tl.load(source.to(tl.pointer_type(tl.int8)) + lane, mask=here)
+    tl.store(to.to(tl.pointer_type(tl.int8)) + lane, value, mask=here)
+
+
+@triton.jit
+def _copy_units(to, source, num_bytes, UNIT: tl.constexpr, TILE_BYTES: tl.constexpr):
+    """`to` and `source` are equal modulo UNIT: 16, 4 or 1 bytes."""
+    if UNIT == 1:
+        lane = tl.arange(0, TILE_BYTES // 4)
+        for first in range(0, num_bytes, TILE_BYTES // 4):
+            here = first + lane < num_bytes
+            value = tl.load(source.to(tl.pointer_type(tl.int8)) + first + lane, mask=here)
+            tl.store(to.to(tl.pointer_type(tl.int8)) + first + lane, value, mask=here)
+    else:
+        head = tl.minimum((0 - to) & (UNIT - 1), num_bytes)
+        units = (num_bytes - head) // UNIT
+        tail = head + units * UNIT
+        if head > 0:
+            _copy_few(to, source, head)
+        if tail < num_bytes:
+            _copy_few(to + tail, source + tail, num_bytes - tail)
+        num_words = units * (UNIT // 4)
+        words_to = tl.multiple_of(to + head, UNIT).to(tl.pointer_type(tl.int32))
+        words_from = tl.multiple_of(source + head, UNIT).to(tl.pointer_type(tl.int32))
+        lane = tl.arange(0, TILE_BYTES // 4)
+        for first in range(0, num_words, TILE_BYTES // 4):
+            here = first + lane < num_words
+            value = tl.load(words_from + first + lane, mask=here)
+            tl.store(words_to + first + lane, value, mask=here)
+
+
+@triton.jit
+def copy_bytes(to, source, num_bytes, TILE_BYTES: tl.constexpr):
+    """One run of bytes; `to` and `source` are addresses, which may be null for no bytes."""
+    skew = to - source
+    if (skew & 15) == 0:
+        _copy_units(to, source, num_bytes, 16, TILE_BYTES)
+    elif (skew & 3) == 0:
+        _copy_units(to, source, num_bytes, 4, TILE_BYTES)
+    else:
+        _copy_units(to, source, num_bytes, 1, TILE_BYTES)

@@ -1,0 +1,313 @@
+"""Items: the heads of all queues, found together, and what an item waits for.
+
+A lane each for the queues: where a queue's ticket points to, which chunk of which stream that is,
+whether it has rows, when it is planned. One more lane reads the word that tells the rank to leave.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from . import layout as at
+from .access import acquire, get, peek, place
+from .call import stamp
+
+_LANES = tl.constexpr(16)
+_ABORT_LANE = tl.constexpr(at.NUM_QUEUES.value)
+_WAITS = tl.constexpr(32)  # flags that are looked at together
+_OWN_WAITS = tl.constexpr(2)
+
+
+class Heads(NamedTuple):
+    """[16] int64, a lane for each queue; the lanes past them are zero.
+
+    ticket, stage (within the queue), stream, chunk; first_row, num_rows: of the chunk, in the
+    stream; first_segment: the first that reaches into it; time: its plan time. waiting: 1 where an
+    item with rows is left, empty: 1 where the next item has none. aborted: a scalar, not 0 once
+    this rank has been told to leave.
+    """
+
+    ticket: tl.tensor
+    stage: tl.tensor
+    stream: tl.tensor
+    chunk: tl.tensor
+    first_row: tl.tensor
+    num_rows: tl.tensor
+    first_segment: tl.tensor
+    time: tl.tensor
+    waiting: tl.tensor
+    empty: tl.tensor
+    aborted: tl.tensor
+
+
+class Item(NamedTuple):
+    """int64 scalars, as in Heads; stream: the address of its record."""
+
+    queue: tl.tensor
+    ticket: tl.tensor
+    stage: tl.tensor
+    stream: tl.tensor
+    chunk: tl.tensor
+    first_row: tl.tensor
+    num_rows: tl.tensor
+    first_segment: tl.tensor
+
+
+@triton.jit
+def queue_lanes():
+    """[16], the lanes' numbers."""
+    return tl.arange(0, _LANES).to(tl.int64)
+
+
+@triton.jit
+def bits_of(number):
+    """Rounds of a binary search among so many."""
+    bits = number * 0
+    while number > 0:
+        number = number >> 1
+        bits += 1
+    return bits
+
+
+@triton.jit
+def _stage_of(call, first_stage, num_stages, ticket, live):
+    """Within the queue: the last stage whose first item is not past the ticket."""
+    low = ticket * 0
+    high = num_stages
+    for _ in range(bits_of(tl.max(num_stages))):
+        middle = (low + high) // 2
+        apart = live & (high - low > 1)
+        stage = call.stages + (first_stage + middle) * at.SIZEOF_STAGE
+        up = apart & (get(stage, at.STAGE_FIRST_ITEM, apart) <= ticket)
+        low = tl.where(up, middle, low)
+        high = tl.where(apart & (up == 0), middle, high)
+    return low
+
+
+@triton.jit
+def _segment_of(call, first, end, row, live):
+    """The first segment of a stream that ends after the row."""
+    low = first
+    high = end
+    for _ in range(bits_of(tl.max(end - first))):
+        apart = live & (low < high)
+        middle = (low + high) // 2
+        segment = call.segments + middle * at.SIZEOF_SEGMENT
+        ends = get(segment, at.SEGMENT_STREAM_ROW, apart) + get(segment, at.SEGMENT_NUM_ROWS, apart)
+        up = apart & (ends <= row)
+        low = tl.where(up, middle + 1, low)
+        high = tl.where(apart & (up == 0), middle, high)
+    return low
+
+
+@triton.jit
+def _plan_time(lane, stage, chunk, num_chunks, live):
+    """See plan_time in planner/stage_table.h."""
+    begin = get(stage, at.STAGE_TICKS_BEGIN, live)
+    ticks = get(stage, at.STAGE_TICKS_END, live) - begin
+    queue = tl.minimum(lane, at.NUM_QUEUES - 1)
+    ended = (lane * 0 + at.AT_CHUNK_END) >> queue & 1
+    phase = (lane * 0 + at.PHASES) >> (4 * queue) & 15
+    return (begin + ticks * (chunk + ended) // num_chunks) * 4 + phase
+
+
+@triton.jit
+def look(call):
+    """The heads of all queues."""
+    lane = queue_lanes()
+    queue = lane < at.NUM_QUEUES
+    tickets = place(call.control, at.CONTROL_TICKETS) + lane * 8
+    word = tl.where(queue, tickets, place(call.control, at.CONTROL_ABORT))
+    seen = peek(word, lane <= _ABORT_LANE)
+    ticket = tl.where(queue, seen, 0)
+
+    record = call.queues + lane * at.SIZEOF_QUEUE
+    first_stage = get(record, at.QUEUE_FIRST_STAGE, queue)
+    live = queue & (ticket < get(record, at.QUEUE_NUM_ITEMS, queue))
+    stage = _stage_of(call, first_stage, get(record, at.QUEUE_NUM_STAGES, queue), ticket, live)
+    stages = call.stages + (first_stage + stage) * at.SIZEOF_STAGE
+    num_streams = tl.maximum(get(stages, at.STAGE_NUM_STREAMS, live), 1)
+    within = ticket - get(stages, at.STAGE_FIRST_ITEM, live)
+    chunk = tl.where(live, within // num_streams, 0)
+    stream = get(stages, at.STAGE_FIRST_STREAM, live) + tl.where(live, within % num_streams, 0)
+
+    streams = call.streams + stream * at.SIZEOF_STREAM
+    chunk_rows = get(streams, at.STREAM_CHUNK_ROWS, live)
+    first_row = chunk * chunk_rows
+    num_rows = tl.minimum(get(streams, at.STREAM_NUM_ROWS, live) - first_row, chunk_rows)
+    some = live & (num_rows > 0)
+    first = get(streams, at.STREAM_FIRST_SEGMENT, some)
+    end = first + get(streams, at.STREAM_NUM_SEGMENTS, some)
+    segment = _segment_of(call, first, end, first_row, some)
+    reached = some & (segment < end)
+    row = get(call.segments + segment * at.SIZEOF_SEGMENT, at.SEGMENT_STREAM_ROW, reached)
+    waiting = reached & (row < first_row + num_rows)
+
+    num_chunks = tl.maximum(get(stages, at.STAGE_NUM_CHUNKS, live), 1)
+    time = _plan_time(lane, stages, chunk, num_chunks, live)
+    return Heads(
+        ticket=ticket,
+        stage=stage,
+        stream=stream,
+        chunk=chunk,
+        first_row=first_row,
+        num_rows=num_rows,
+        first_segment=segment,
+        time=tl.where(waiting, time, at.LATE),
+        waiting=waiting.to(tl.int64),
+        empty=(live & (waiting == 0)).to(tl.int64),
+        aborted=tl.sum(tl.where(lane == _ABORT_LANE, seen, 0)),
+    )
+
+
+@triton.jit
+def _of(values, queue):
+    return tl.sum(tl.where(queue_lanes() == queue, values, 0))
+
+
+@triton.jit
+def item_of(call, heads, queue):
+    """The head of one queue."""
+    return Item(
+        queue=queue,
+        ticket=_of(heads.ticket, queue),
+        stage=_of(heads.stage, queue),
+        stream=call.streams + _of(heads.stream, queue) * at.SIZEOF_STREAM,
+        chunk=_of(heads.chunk, queue),
+        first_row=_of(heads.first_row, queue),
+        num_rows=_of(heads.num_rows, queue),
+        first_segment=_of(heads.first_segment, queue),
+    )
+
+
+class Waits(NamedTuple):
+    """[32] flags of this rank that an item waits for: slot, value of this call, writer; here: 1
+    where the lane stands for one."""
+
+    slot: tl.tensor
+    value: tl.tensor
+    writer: tl.tensor
+    here: tl.tensor
+
+
+@triton.jit
+def _num_waits(call, item):
+    """How many lanes to look at, some of them for nothing."""
+    extra = item.queue * 0
+    if item.queue == at.QUEUE_PUT:
+        first = get(item.stream, at.STREAM_FIRST_SEGMENT)
+        extra = first + get(item.stream, at.STREAM_NUM_SEGMENTS) - item.first_segment
+    elif (item.queue == at.QUEUE_RECEIVE) | (item.queue == at.QUEUE_SUM):
+        extra = get(item.stream, at.STREAM_NUM_LINKS)
+    return _OWN_WAITS + extra
+
+
+@triton.jit
+def _waits_of(call, item, first):
+    """The flags from number `first` on: the stream's gate; the chunk's own flag; then, of a put, a
+    flag of each source, and of a receive or a sum one of each link."""
+    number = first + tl.arange(0, _WAITS).to(tl.int64)
+    zero = number * 0
+    peer = get(item.stream, at.STREAM_PEER)
+    gate = get(item.stream, at.STREAM_GATE_SLOT)
+    arrives = (item.queue == at.QUEUE_RECEIVE) | (item.queue == at.QUEUE_LAND)
+    arrives = arrives | (item.queue == at.QUEUE_TAKE)
+    slot = tl.where(number == 0, gate, get(item.stream, at.STREAM_SLOT) + item.chunk)
+    value = tl.where(number == 0, get(item.stream, at.STREAM_GATE_VALUE), 1)
+    here = ((number == 0) & (gate != at.NO_SLOT)) | ((number == 1) & arrives)
+    writer = zero + peer
+    if item.queue == at.QUEUE_PUT:
+        index = item.first_segment + number - _OWN_WAITS
+        end = get(item.stream, at.STREAM_FIRST_SEGMENT)
+        end += get(item.stream, at.STREAM_NUM_SEGMENTS)
+        more = (number >= _OWN_WAITS) & (index < end)
+        segment = call.segments + index * at.SIZEOF_SEGMENT
+        row = get(segment, at.SEGMENT_STREAM_ROW, more)
+        more = more & (row < item.first_row + item.num_rows)
+        slot = tl.where(more, get(segment, at.SEGMENT_SLOT, more) + item.chunk, slot)
+        writer = tl.where(more, get(segment, at.SEGMENT_PEER, more), writer)
+        here = here | more
+    elif (item.queue == at.QUEUE_RECEIVE) | (item.queue == at.QUEUE_SUM):
+        index = get(item.stream, at.STREAM_FIRST_LINK) + number - _OWN_WAITS
+        more = number >= _OWN_WAITS
+        more = more & (number < _OWN_WAITS + get(item.stream, at.STREAM_NUM_LINKS))
+        link = call.links + index * at.SIZEOF_LINK
+        if item.queue == at.QUEUE_SUM:
+            wanted = get(link, at.LINK_SLOT, more) + item.chunk
+        else:
+            wanted = get(link, at.LINK_GATE_SLOT, more)
+        more = more & (wanted != at.NO_SLOT)
+        slot = tl.where(more, wanted, slot)
+        writer = tl.where(more, get(link, at.LINK_RANK, more), writer)
+        here = here | more
+    return Waits(slot=slot, value=value, writer=writer, here=here.to(tl.int64))
+
+
+@triton.jit
+def _all_claimed(call, QUEUE: tl.constexpr):
+    """Has every item of the queue been claimed, and so every flag that they wait for been seen?"""
+    claimed = acquire(place(call.control, at.CONTROL_TICKETS) + QUEUE * 8)
+    record = call.queues + QUEUE * at.SIZEOF_QUEUE
+    return (claimed >= get(record, at.QUEUE_NUM_ITEMS)).to(tl.int64)
+
+
+@triton.jit
+def can_run(call, item):
+    """1 when all waits of the item are over, else 0. Never blocks. Acquires what it has seen."""
+    ready = item.queue * 0 + 1
+    if item.queue == at.QUEUE_REDUCE:
+        ready = _all_claimed(call, at.QUEUE_LAND) * _all_claimed(call, at.QUEUE_TAKE)
+    num_waits = _num_waits(call, item)
+    first = item.queue * 0
+    while (ready != 0) & (first < num_waits):
+        waits = _waits_of(call, item, first)
+        here = waits.here != 0
+        flag = call.flags + tl.where(here, waits.slot, 0) * 8
+        wanted = tl.where(here, stamp(call, waits.value), 0)
+        ready = tl.min((peek(flag, here) >= wanted).to(tl.int64) | (1 - waits.here))
+        if ready != 0:
+            ready = tl.min((acquire(flag, here) >= wanted).to(tl.int64) | (1 - waits.here))
+        first += _WAITS
+    return ready
+
+
+class Missing(NamedTuple):
+    """The first flag of an item that is not there; found: 0 where all are."""
+
+    found: tl.tensor
+    expected: tl.tensor
+    seen: tl.tensor
+    peer: tl.tensor
+    slot: tl.tensor
+
+
+@triton.jit
+def first_missing(call, item):
+    """For error records."""
+    found = item.queue * 0
+    expected = found
+    seen = found
+    peer = found
+    slot = found
+    num_waits = _num_waits(call, item)
+    first = item.queue * 0
+    while (found == 0) & (first < num_waits):
+        waits = _waits_of(call, item, first)
+        here = waits.here != 0
+        flag = call.flags + tl.where(here, waits.slot, 0) * 8
+        wanted = tl.where(here, stamp(call, waits.value), 0)
+        values = peek(flag, here)
+        lane = tl.arange(0, _WAITS).to(tl.int64)
+        lane = tl.where(here & (values < wanted), lane, _WAITS)
+        which = tl.min(lane)
+        if which < _WAITS:
+            found += 1
+            expected = tl.sum(tl.where(lane == which, wanted, 0))
+            seen = tl.sum(tl.where(lane == which, values, 0))
+            peer = tl.sum(tl.where(lane == which, waits.writer, 0))
+            slot = tl.sum(tl.where(lane == which, waits.slot, 0))
+        first += _WAITS
+    return Missing(found=found, expected=expected, seen=seen, peer=peer, slot=slot)

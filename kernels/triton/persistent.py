@@ -1,0 +1,106 @@
+"""The persistent kernel: one launch for each rank and call; blocks run the items of its queues.
+
+How they find them is in pick.py; what an item does in move_rows.py (all-to-all), dispatch.py and
+combine.py. Who writes which flag, and the memory order, are those of kernels/body/exchange.h:
+    ready [r] at local peers, and in direct mode r's senders   kernel start of r
+    credit[r] at r's next sender                               kernel start, or r's receive item
+    pack, push, land, arrive                                   the item that wrote the data
+Every remote write but ready, credit and abort waits for the target's ready or credit of this epoch:
+"kernel start" means "my buffers are free", and nothing is zeroed between calls.
+
+Example, 2 servers x 2 ranks, ranks 0 and 1 send 8 and 4 rows to server 1, chunks of 6 rows. Rank 0
+packs 6 rows into its own staging and 2 into rank 1's, then signals pack[0] at both. Rank 1 adds its
+4. Each puts one chunk of 6 rows to its same-index peer (0 -> 2, 1 -> 3) once pack flags and credit
+are there, and signals arrive. Rank 3 lands what is its own, hands the rest to rank 2's window and
+signals land[1] there; rank 2 copies window -> output.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from . import layout as at
+from .access import add_word, get, peek, place, put, store64
+from .call import open_call, raise_flag
+from .items import item_of, look
+from .move_rows import move_rows, run_put
+from .pick import Idle, claim, first_runnable, pass_empty, start_idle, wait_a_little
+from .target import now_ns, store_release
+
+
+@triton.jit
+def _post_start_flags(call):
+    for k in range(get(call.header, at.HEADER_NUM_POSTS)):
+        post = call.posts + k * at.SIZEOF_POST
+        slot = get(post, at.POST_SLOT)
+        raise_flag(call, get(post, at.POST_RANK), slot, get(post, at.POST_VALUE))
+
+
+@triton.jit
+def _trace_item(call, item, begin_ns):
+    events = get(call.args, at.ARGS_TRACE)
+    number = add_word(get(call.args, at.ARGS_TRACE_COUNT), 1)
+    if number < get(call.args, at.ARGS_TRACE_CAPACITY):
+        event = events + number * at.SIZEOF_TRACE
+        put(event, at.TRACE_BEGIN_NS, begin_ns)
+        put(event, at.TRACE_END_NS, now_ns())
+        put(event, at.TRACE_BYTES, item.num_rows * call.row_bytes)
+        put(event, at.TRACE_QUEUE, item.queue)
+        put(event, at.TRACE_STAGE, item.stage)
+        put(event, at.TRACE_CHUNK, item.chunk)
+        put(event, at.TRACE_PEER, get(item.stream, at.STREAM_PEER))
+        put(event, at.TRACE_BLOCK, tl.program_id(0) % get(call.args, at.ARGS_NUM_BLOCKS))
+        put(event, at.TRACE_EPOCH, call.epoch)
+
+
+@triton.jit
+def _leave(call):
+    """The last block out makes the rank ready for the next call."""
+    tl.debug_barrier()
+    out = add_word(place(call.control, at.CONTROL_BLOCKS_OUT), 1)
+    if out + 1 == get(call.args, at.ARGS_NUM_BLOCKS):
+        if peek(place(call.control, at.CONTROL_ABORT)) == 0:
+            queue = tl.arange(0, at.NUM_QUEUES).to(tl.int64)
+            store64(place(call.control, at.CONTROL_TICKETS) + queue * 8, queue * 0)
+            store64(place(call.control, at.CONTROL_BLOCKS_OUT), call.rank * 0)
+            tl.debug_barrier()
+            store_release(place(call.control, at.CONTROL_EPOCH), call.epoch)
+
+
+@triton.jit
+def run_call(ranks, blocks_per_rank, OP: tl.constexpr, TILE_BYTES: tl.constexpr):
+    """One block of one rank. OP: a constant of layout.py, OP_..."""
+    call = open_call(ranks, blocks_per_rank)
+    block = tl.program_id(0) % get(call.args, at.ARGS_NUM_BLOCKS)
+    traced = get(call.args, at.ARGS_TRACE) != 0
+    if block == 0:
+        _post_start_flags(call)
+    idle = start_idle(call)
+    claimed, since_ns, seen_of_all, looked, rounds = idle
+    running = call.rank * 0 + 1
+    while running != 0:
+        heads = look(call)
+        if (heads.aborted != 0) | (tl.sum(heads.waiting + heads.empty) == 0):
+            running = running * 0
+        elif tl.sum(heads.empty) != 0:
+            pass_empty(call, heads)
+        else:
+            queue = first_runnable(call, heads)
+            if queue >= 0:
+                item = item_of(call, heads, queue)
+                since_ns = since_ns * 0
+                if claim(call, item) != 0:
+                    begin_ns = since_ns
+                    if traced:
+                        begin_ns = now_ns()
+                    if item.queue == at.QUEUE_PUT:
+                        run_put(call, item, TILE_BYTES)
+                    else:
+                        move_rows(call, item, TILE_BYTES)
+                    if traced:
+                        _trace_item(call, item, begin_ns)
+            else:
+                idle = Idle(claimed, since_ns, seen_of_all, looked, rounds)
+                claimed, since_ns, seen_of_all, looked, rounds = wait_a_little(call, heads, idle)
+    _leave(call)

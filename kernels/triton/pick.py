@@ -1,0 +1,150 @@
+"""How a block finds work, and when it gives up: as kernels/body/pick.h.
+
+A block looks at the heads of all queues and takes, by compare-and-swap on the queue's ticket, only
+an item that can run now; it then runs it without waiting. So before a block waits it has claimed
+and run whatever could run, of every queue, and it holds no claim while it waits: any number of
+blocks ends, one program for each rank, too. For plan times strictly increase along dependencies and
+never fall within a queue: the earliest item not yet run anywhere is at the head of its queue and
+can run.
+
+Example: heads are pack 3 (time 8, can run), put 1 (time 6, its pack flag is not there), land 0
+(time 11, can run). Put 1 is looked at first, then pack 3, which is taken.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from . import layout as at
+from .access import get, place, put, swap_if
+from .call import claims_of_all, raise_abort
+from .items import can_run, first_missing, item_of, queue_lanes
+from .target import now_ns, pause
+
+_NO_RECORD = tl.constexpr(0)  # RecordState
+_RECORD_IN_WORK = tl.constexpr(1)
+_RECORD_WRITTEN = tl.constexpr(2)
+
+
+class Idle(NamedTuple):
+    """What a block remembers of a wait, int64 scalars.
+
+    claimed: by all blocks of the rank, as last seen. since_ns: of the last progress. seen_of_all:
+    claims of all ranks, when `looked` is 1. rounds: looks without progress.
+    """
+
+    claimed: tl.tensor
+    since_ns: tl.tensor
+    seen_of_all: tl.tensor
+    looked: tl.tensor
+    rounds: tl.tensor
+
+
+@triton.jit
+def first_runnable(call, heads):
+    """The queue whose head is planned first of those that can run; -1 without any."""
+    lane = queue_lanes()
+    found = heads.aborted * 0 - 1
+    tried = heads.aborted * 0
+    left = tl.sum(heads.waiting)
+    while (found < 0) & (left > 0):
+        waiting = (heads.waiting != 0) & ((tried >> lane & 1) == 0)
+        time = tl.where(waiting, heads.time, at.LATE)
+        queue = tl.min(tl.where(waiting & (time == tl.min(time)), lane, at.NUM_QUEUES))
+        if can_run(call, item_of(call, heads, queue)) != 0:
+            found = queue
+        tried = tried | ((tried * 0 + 1) << queue)
+        left -= 1
+    return found
+
+
+@triton.jit
+def claim(call, item):
+    """1 where this block got the item, 0 where another did."""
+    ticket = place(call.control, at.CONTROL_TICKETS) + item.queue * 8
+    return (swap_if(ticket, item.ticket, item.ticket + 1) == item.ticket).to(tl.int64)
+
+
+@triton.jit
+def pass_empty(call, heads):
+    """Pass the heads that have no rows: they need no wait and do nothing."""
+    lane = queue_lanes()
+    ticket = place(call.control, at.CONTROL_TICKETS) + tl.minimum(lane, at.NUM_QUEUES - 1) * 8
+    expected = tl.where(heads.empty != 0, heads.ticket, -1)  # no ticket is -1
+    swap_if(ticket, expected, heads.ticket + 1)
+
+
+@triton.jit
+def _give_up(call, stuck, waited_ns):
+    """A deadline has passed: one record here, then every rank is told to leave. Returns 0 where
+    nothing is missing after all."""
+    missing = first_missing(call, stuck)
+    if missing.found != 0:
+        record = place(call.control, at.CONTROL_RECORD)
+        state = place(record, at.ERROR_STATE)
+        if swap_if(state, _NO_RECORD, _RECORD_IN_WORK) == _NO_RECORD:
+            put(record, at.ERROR_EXPECTED, missing.expected)
+            put(record, at.ERROR_SEEN, missing.seen)
+            put(record, at.ERROR_WAITED_NS, waited_ns)
+            put(record, at.ERROR_EPOCH, call.epoch)
+            put(record, at.ERROR_QUEUE, stuck.queue)
+            put(record, at.ERROR_STAGE, stuck.stage)
+            put(record, at.ERROR_CHUNK, stuck.chunk)
+            put(record, at.ERROR_PEER, missing.peer)
+            put(record, at.ERROR_SLOT, missing.slot)
+            tl.debug_barrier()
+            swap_if(state, _RECORD_IN_WORK, _RECORD_WRITTEN)
+            raise_abort(call, (call.epoch << at.VALUE_BITS) + call.rank + 1)
+    return missing.found
+
+
+@triton.jit
+def start_idle(call):
+    """Before the first look."""
+    zero = call.rank * 0
+    return Idle(claimed=zero - 1, since_ns=now_ns(), seen_of_all=zero, looked=zero, rounds=zero)
+
+
+@triton.jit
+def wait_a_little(call, heads, idle):
+    """Nothing can run: sleep, and give up once nobody has got on for the progress deadline.
+
+    Half the deadline after the last claim here the block looks around: waiting long is no fault
+    while other ranks get on. The deadline counts from the last change anywhere, seen by looks half
+    of it apart.
+    """
+    now = now_ns()
+    deadline = get(call.args, at.ARGS_PROGRESS_NS)
+    claimed = tl.sum(heads.ticket)
+    since = idle.since_ns
+    seen_of_all = idle.seen_of_all
+    looked = idle.looked
+    rounds = idle.rounds
+    if (claimed != idle.claimed) | (since == 0):
+        since = now
+        looked = looked * 0
+        rounds = rounds * 0
+    elif now - since > deadline // 2:
+        expired = (now - since > deadline).to(tl.int64)
+        if (looked == 0) | (expired != 0):
+            seen = claims_of_all(call)
+            moved = 1 - looked * (seen == seen_of_all).to(tl.int64)
+            looked = looked * 0 + 1
+            seen_of_all = seen
+            if expired != 0:
+                if moved != 0:
+                    since = now - deadline // 2
+                else:
+                    lane = queue_lanes()
+                    first = tl.min(heads.time)
+                    waits = (heads.waiting != 0) & (heads.time == first)
+                    queue = tl.min(tl.where(waits, lane, at.NUM_QUEUES))
+                    if _give_up(call, item_of(call, heads, queue), now - since) == 0:
+                        since = now  # it came after all
+    pause(rounds.to(tl.int32))
+    return Idle(
+        claimed=claimed, since_ns=since, seen_of_all=seen_of_all, looked=looked, rounds=rounds + 1
+    )
