@@ -18,36 +18,40 @@ _COUNT_LANES = tl.constexpr(1024)  # at least a block's threads
 
 
 class Call(NamedTuple):
-    """int64 scalars: addresses, but for rank, sizes and the epoch.
+    """int64 scalars, held in registers all along: few. Addresses, but for rank, row_bytes, epoch.
 
-    args: KernelArgs. header, queues, posts, stages, streams, segments, links: of the stage table.
-    row_bytes: of a row that moves. send, receive, window, scratch: offsets in a rank's data. own:
-    this rank's data. control, flags: its own. epoch: of this call.
+    args: KernelArgs. header, stages, streams, segments: of the stage table. row_bytes: of a row
+    that moves. control, flags: this rank's own. epoch: of this call.
     """
 
     args: tl.tensor
     rank: tl.tensor
     header: tl.tensor
-    queues: tl.tensor
-    posts: tl.tensor
     stages: tl.tensor
     streams: tl.tensor
     segments: tl.tensor
-    links: tl.tensor
     row_bytes: tl.tensor
-    send: tl.tensor
-    receive: tl.tensor
-    window: tl.tensor
-    scratch: tl.tensor
-    own: tl.tensor
     control: tl.tensor
     flags: tl.tensor
     epoch: tl.tensor
 
 
 @triton.jit
-def _round_up(num_bytes):
-    return (num_bytes + 255) // 256 * 256
+def queue_record(header, queue):
+    """The record of a queue, or of a tensor of queues."""
+    return header + at.SIZEOF_HEADER + queue * at.SIZEOF_QUEUE
+
+
+@triton.jit
+def posts_of(header):
+    """The flags to raise at the start."""
+    return header + at.SIZEOF_HEADER + at.NUM_QUEUES * at.SIZEOF_QUEUE
+
+
+@triton.jit
+def links_of(call):
+    """The links of all streams."""
+    return call.segments + get(call.header, at.HEADER_NUM_SEGMENTS) * at.SIZEOF_SEGMENT
 
 
 @triton.jit
@@ -57,16 +61,8 @@ def open_call(ranks, blocks_per_rank):
     args = ranks.to(tl.int64) + index * at.SIZEOF_ARGS
     rank = get(args, at.ARGS_RANK)
     header = get(args, at.ARGS_TABLE)
-    queues = header + at.SIZEOF_HEADER
-    posts = queues + at.NUM_QUEUES * at.SIZEOF_QUEUE
-    stages = posts + get(header, at.HEADER_NUM_POSTS) * at.SIZEOF_POST
+    stages = posts_of(header) + get(header, at.HEADER_NUM_POSTS) * at.SIZEOF_POST
     streams = stages + get(header, at.HEADER_NUM_STAGES) * at.SIZEOF_STAGE
-    segments = streams + get(header, at.HEADER_NUM_STREAMS) * at.SIZEOF_STREAM
-    links = segments + get(header, at.HEADER_NUM_SEGMENTS) * at.SIZEOF_SEGMENT
-    row_bytes = get(header, at.HEADER_ROW_BYTES)
-    receive = _round_up(get(header, at.HEADER_SEND_ROWS) * row_bytes)
-    window = receive + _round_up(get(header, at.HEADER_RECEIVE_ROWS) * row_bytes)
-    scratch = window + _round_up(get(header, at.HEADER_WINDOW_ROWS) * row_bytes)
     control = load64(get(args, at.ARGS_CONTROLS) + rank * 8)
     epoch = get(args, at.ARGS_EPOCH)
     if epoch == 0:  # the last block out advances the word, after every block has read it
@@ -75,22 +71,45 @@ def open_call(ranks, blocks_per_rank):
         args=args,
         rank=rank,
         header=header,
-        queues=queues,
-        posts=posts,
         stages=stages,
         streams=streams,
-        segments=segments,
-        links=links,
-        row_bytes=row_bytes,
-        send=rank * 0,
-        receive=receive,
-        window=window,
-        scratch=scratch,
-        own=load64(get(args, at.ARGS_DATA) + rank * 8),
+        segments=streams + get(header, at.HEADER_NUM_STREAMS) * at.SIZEOF_STREAM,
+        row_bytes=get(header, at.HEADER_ROW_BYTES),
         control=control,
         flags=load64(get(args, at.ARGS_FLAGS) + rank * 8),
         epoch=epoch,
     )
+
+
+@triton.jit
+def _region(num_rows, row_bytes):
+    return (num_rows * row_bytes + 255) // 256 * 256
+
+
+@triton.jit
+def send_of(call, data):
+    """Send staging in a rank's data: all ranks' data is laid out alike (planner/stage_table.h)."""
+    return data
+
+
+@triton.jit
+def receive_of(call, data):
+    """Receive staging in a rank's data."""
+    return data + _region(get(call.header, at.HEADER_SEND_ROWS), call.row_bytes)
+
+
+@triton.jit
+def window_of(call, data):
+    """The window in a rank's data."""
+    num_rows = get(call.header, at.HEADER_RECEIVE_ROWS)
+    return receive_of(call, data) + _region(num_rows, call.row_bytes)
+
+
+@triton.jit
+def scratch_of(call, data):
+    """Scratch in a rank's data."""
+    num_rows = get(call.header, at.HEADER_WINDOW_ROWS)
+    return window_of(call, data) + _region(num_rows, call.row_bytes)
 
 
 @triton.jit

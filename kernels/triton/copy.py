@@ -24,8 +24,8 @@ def _copy_few(to, source, num_bytes):
 def _copy_units(to, source, num_bytes, UNIT: tl.constexpr, TILE_BYTES: tl.constexpr):
     """`to` and `source` are equal modulo UNIT: 16, 4 or 1 bytes."""
     if UNIT == 1:
-        lane = tl.arange(0, TILE_BYTES // 4)
-        for first in range(0, num_bytes, TILE_BYTES // 4):
+        lane = tl.arange(0, TILE_BYTES // 16)
+        for first in range(0, num_bytes, TILE_BYTES // 16):
             here = first + lane < num_bytes
             value = tl.load(source.to(tl.pointer_type(tl.int8)) + first + lane, mask=here)
             tl.store(to.to(tl.pointer_type(tl.int8)) + first + lane, value, mask=here)
@@ -38,10 +38,11 @@ def _copy_units(to, source, num_bytes, UNIT: tl.constexpr, TILE_BYTES: tl.conste
         if tail < num_bytes:
             _copy_few(to + tail, source + tail, num_bytes - tail)
         num_words = units * (UNIT // 4)
-        words_to = tl.multiple_of(to + head, UNIT).to(tl.pointer_type(tl.int32))
-        words_from = tl.multiple_of(source + head, UNIT).to(tl.pointer_type(tl.int32))
-        lane = tl.arange(0, TILE_BYTES // 4)
-        for first in range(0, num_words, TILE_BYTES // 4):
+        words_to = tl.multiple_of((to + head).to(tl.pointer_type(tl.int32)), UNIT)
+        words_from = tl.multiple_of((source + head).to(tl.pointer_type(tl.int32)), UNIT)
+        TILE: tl.constexpr = TILE_BYTES // 4 if UNIT == 16 else TILE_BYTES // 16  # words
+        lane = tl.arange(0, TILE)
+        for first in range(0, num_words, TILE):
             here = first + lane < num_words
             value = tl.load(words_from + first + lane, mask=here)
             tl.store(words_to + first + lane, value, mask=here)

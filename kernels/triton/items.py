@@ -13,7 +13,7 @@ import triton.language as tl
 
 from . import layout as at
 from .access import acquire, get, peek, place
-from .call import stamp
+from .call import links_of, queue_record, stamp
 
 _LANES = tl.constexpr(16)
 _ABORT_LANE = tl.constexpr(at.NUM_QUEUES.value)
@@ -124,7 +124,7 @@ def look(call):
     seen = peek(word, lane <= _ABORT_LANE)
     ticket = tl.where(queue, seen, 0)
 
-    record = call.queues + lane * at.SIZEOF_QUEUE
+    record = queue_record(call.header, lane)
     first_stage = get(record, at.QUEUE_FIRST_STAGE, queue)
     live = queue & (ticket < get(record, at.QUEUE_NUM_ITEMS, queue))
     stage = _stage_of(call, first_stage, get(record, at.QUEUE_NUM_STAGES, queue), ticket, live)
@@ -234,7 +234,7 @@ def _waits_of(call, item, first):
         index = get(item.stream, at.STREAM_FIRST_LINK) + number - _OWN_WAITS
         more = number >= _OWN_WAITS
         more = more & (number < _OWN_WAITS + get(item.stream, at.STREAM_NUM_LINKS))
-        link = call.links + index * at.SIZEOF_LINK
+        link = links_of(call) + index * at.SIZEOF_LINK
         if item.queue == at.QUEUE_SUM:
             wanted = get(link, at.LINK_SLOT, more) + item.chunk
         else:
@@ -250,7 +250,7 @@ def _waits_of(call, item, first):
 def _all_claimed(call, QUEUE: tl.constexpr):
     """Has every item of the queue been claimed, and so every flag that they wait for been seen?"""
     claimed = acquire(place(call.control, at.CONTROL_TICKETS) + QUEUE * 8)
-    record = call.queues + QUEUE * at.SIZEOF_QUEUE
+    record = queue_record(call.header, QUEUE)
     return (claimed >= get(record, at.QUEUE_NUM_ITEMS)).to(tl.int64)
 
 

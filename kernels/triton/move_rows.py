@@ -11,7 +11,7 @@ import triton.language as tl
 
 from . import layout as at
 from .access import finish_writes, get
-from .call import data_of, raise_flag, signal
+from .call import data_of, links_of, raise_flag, receive_of, send_of, signal, window_of
 from .copy import copy_bytes
 
 _SEGMENTS = tl.constexpr(32)  # looked at together
@@ -24,8 +24,8 @@ def run_put(call, item, TILE_BYTES: tl.constexpr):
     source = get(item.stream, at.STREAM_SOURCE_ROW) + item.first_row
     target = get(item.stream, at.STREAM_TARGET_ROW) + item.first_row
     copy_bytes(
-        data_of(call, peer) + call.receive + target * call.row_bytes,
-        call.own + call.send + source * call.row_bytes,
+        receive_of(call, data_of(call, peer)) + target * call.row_bytes,
+        send_of(call, data_of(call, call.rank)) + source * call.row_bytes,
         item.num_rows * call.row_bytes,
         TILE_BYTES,
     )
@@ -63,7 +63,7 @@ def _touches(call, item, rank):
 def signal_destinations(call, item):
     """A receive tells the destinations that its chunk has rows for."""
     finish_writes()
-    first = call.links + get(item.stream, at.STREAM_FIRST_LINK) * at.SIZEOF_LINK
+    first = links_of(call) + get(item.stream, at.STREAM_FIRST_LINK) * at.SIZEOF_LINK
     for k in range(get(item.stream, at.STREAM_NUM_LINKS)):
         link = first + k * at.SIZEOF_LINK
         rank = get(link, at.LINK_RANK)
@@ -98,11 +98,12 @@ def move_rows(call, item, TILE_BYTES: tl.constexpr):
     peer = get(item.stream, at.STREAM_PEER)
     sends = item.queue <= at.QUEUE_PUSH
     receives = item.queue == at.QUEUE_RECEIVE
-    source = call.own + call.window
+    own = data_of(call, call.rank)
+    source = window_of(call, own)
     if sends:
         source = get(call.args, at.ARGS_INPUT)
     elif receives:
-        source = call.own + call.receive
+        source = receive_of(call, own)
     left = end_of_segments(call, item) - item.first_segment
     index = item.first_segment
     while left > 0:
@@ -121,9 +122,9 @@ def move_rows(call, item, TILE_BYTES: tl.constexpr):
                 rank = get(call.segments + index * at.SIZEOF_SEGMENT, at.SEGMENT_PEER)
             target = get(call.args, at.ARGS_OUTPUT)
             if item.queue == at.QUEUE_PACK:
-                target = data_of(call, rank) + call.send
+                target = send_of(call, data_of(call, rank))
             elif rank != call.rank:
-                target = data_of(call, rank) + call.window
+                target = window_of(call, data_of(call, rank))
             copy_bytes(
                 target + to_row * call.row_bytes,
                 source + from_row * call.row_bytes,

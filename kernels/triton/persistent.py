@@ -22,7 +22,7 @@ import triton.language as tl
 
 from . import layout as at
 from .access import add_word, get, peek, place, put, store64
-from .call import open_call, raise_flag
+from .call import open_call, posts_of, raise_flag
 from .items import item_of, look
 from .move_rows import move_rows, run_put
 from .pick import Idle, claim, first_runnable, pass_empty, start_idle, wait_a_little
@@ -32,7 +32,7 @@ from .target import now_ns, store_release
 @triton.jit
 def _post_start_flags(call):
     for k in range(get(call.header, at.HEADER_NUM_POSTS)):
-        post = call.posts + k * at.SIZEOF_POST
+        post = posts_of(call.header) + k * at.SIZEOF_POST
         slot = get(post, at.POST_SLOT)
         raise_flag(call, get(post, at.POST_RANK), slot, get(post, at.POST_VALUE))
 
