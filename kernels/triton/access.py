@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from . import layout as at
-from .target import drain, store_release
+from .target import acquired, drain, store_release
 
 _WIDTH_BITS = tl.constexpr(at.WIDTH_BITS)
 _WIDTHS = tl.constexpr((1 << at.WIDTH_BITS) - 1)
@@ -96,7 +96,10 @@ def peek(address, mask=None):
 def acquire(address, mask=None):
     """As `peek`, and what was written before they were released is visible to the block."""
     pointer = address.to(tl.pointer_type(tl.int64))
-    return tl.atomic_add(pointer, address * 0, mask=mask, sem="acquire", scope="sys")
+    seen = tl.atomic_add(pointer, address * 0, mask=mask, sem="acquire", scope="sys")
+    value = acquired(seen)
+    tl.debug_barrier()
+    return value
 
 
 @triton.jit
@@ -109,9 +112,16 @@ def add_word(address, value, mask=None):
 @triton.jit
 def swap_if(address, expected, desired):
     """Compare and swap; returns what the words were."""
-    pointer = address.to(tl.pointer_type(tl.int64))
-    zero = address * 0
-    return tl.atomic_cas(pointer, zero + expected, zero + desired, sem="acq_rel", scope="sys")
+    if address.type.is_block():
+        pointer = address.to(tl.pointer_type(tl.int64))
+        zero = address * 0
+        return tl.atomic_cas(pointer, zero + expected, zero + desired, sem="acq_rel", scope="sys")
+    else:  # a tensor of one: of a scalar Triton 3.6 ignores the scope on HIP
+        one = address + tl.arange(0, 1).to(tl.int64)
+        pointer = one.to(tl.pointer_type(tl.int64))
+        zero = one * 0
+        old = tl.atomic_cas(pointer, zero + expected, zero + desired, sem="acq_rel", scope="sys")
+        return tl.max(old)
 
 
 @triton.jit

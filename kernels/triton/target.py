@@ -1,7 +1,8 @@
 """What differs between NVIDIA, AMD and the interpreter: the only Triton code that asks which it is.
 
     target_name()   "cuda", "hip", or "host": the interpreter
-    drain()         each warp's or wave's stores have left it; before the block barrier of a signal
+    drain()         each warp's or wave's stores are visible; before the block barrier of a signal
+    acquired(value) of an acquire, its value; before the block barrier that hands it on
     store_release(address, value)   one thread: release at system scope, after a block barrier
     now_ns()        a clock; equal on all threads
     pause(rounds)   of a wait that has gone on for so many rounds
@@ -31,6 +32,9 @@ if INTERPRETED:
     def drain() -> None:
         """One thread runs the whole program."""
 
+    def acquired(value: tl.tensor) -> tl.tensor:
+        return value
+
     def now_ns() -> tl.tensor:
         return tl.full((), time.monotonic_ns(), tl.int64)
 
@@ -44,15 +48,43 @@ else:
     def target_name(_semantic=None):
         return core.constexpr(_semantic.builder.options.backend_name)
 
+    @core.builtin
+    def _write_back(_semantic=None):
+        scope = "" if _semantic.builder.options.arch == "gfx90a" else " sc0 sc1"
+        return core.constexpr(f"buffer_wbl2{scope}\ns_waitcnt vmcnt(0)\nv_mov_b32 $0, 0")
+
     @triton.jit
     def drain():
         if target_name() == "hip":
-            # A wave's barrier waits for no store, and a release only for those of its own wave.
+            # A wave's barrier waits for no store, and a release only for those of its own wave; nor
+            # for its own write-back, where Triton 3.6 sees no store before it.
             tl.inline_asm_elementwise(
-                "s_waitcnt vmcnt(0)\nv_mov_b32 $0, 0",
+                _write_back(),
                 "=v,~{memory}",
                 [],
                 dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )
+
+    @triton.jit
+    def acquired(value):
+        # Not pure: Triton 3.6 drops an acquire of which nothing is used, or the barrier behind it.
+        if target_name() == "cuda":
+            return tl.inline_asm_elementwise(
+                "mov.u64 $0, $1;",
+                "=l,l,~{memory}",
+                [value],
+                dtype=tl.int64,
+                is_pure=False,
+                pack=1,
+            )
+        else:  # caches are invalidated, for the other waves too
+            return tl.inline_asm_elementwise(
+                "s_waitcnt vmcnt(0)",
+                "=v,0,~{memory}",
+                [value],
+                dtype=tl.int64,
                 is_pure=False,
                 pack=1,
             )

@@ -134,17 +134,25 @@ def compile_cuda(entry: str, arch: str, root: Path = ROOT) -> CudaBuild:
 
 def disassemble_cuda(cubin: bytes) -> str:
     """The SASS of a cubin, with positions where it was compiled with them."""
-    package = "nvidia-cuda-nvdisasm"
+    return _read_cubin("nvidia-cuda-nvdisasm", "nvdisasm", ["-c", "-gi"], cubin)
+
+
+def cuda_usage(cubin: bytes) -> str:
+    """What cuobjdump says of a cubin's registers and memory."""
+    return _read_cubin("nvidia-cuda-cuobjdump", "cuobjdump", ["-res-usage"], cubin)
+
+
+def _read_cubin(package: str, name: str, options: list[str], cubin: bytes) -> str:
     try:
         files = importlib.metadata.files(package) or []
     except importlib.metadata.PackageNotFoundError:
-        pytest.fail(f"no nvdisasm. {_how_to_install(package)}")
-    (tool,) = (f.locate() for f in files if f.name in ("nvdisasm", "nvdisasm.exe"))
+        pytest.fail(f"no {name}. {_how_to_install(package)}")
+    (tool,) = (f.locate() for f in files if f.name in (name, f"{name}.exe"))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
         result = subprocess.run(
-            [str(tool), "-c", "-gi", str(path)],
+            [str(tool), *options, str(path)],
             capture_output=True,
             text=True,
             timeout=120,
