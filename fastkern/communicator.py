@@ -15,7 +15,13 @@ import torch.distributed as dist
 from . import bootstrap, transports
 from .calls import CallRunner
 from .config import Settings, choose_settings
-from .device.backend import DeviceBackend, backend_name, check_backend, open_backend
+from .device.backend import (
+    DeviceBackend,
+    backend_name,
+    check_backend,
+    kernels_of,
+    open_backend,
+)
 from .errors import FastkernError
 from .make_runtime import runtime_on, shareable
 from .moe import exchanges
@@ -58,9 +64,11 @@ class Communicator:
     transport: "shm" or "shaped" for CPU tensors, "peer" for GPUs of one host, one for each rank; or
     a Transport with figures of its own. By default "peer" where the backend is a device, else
     "shm".
-    backend: "host", "cuda", "hip", or a Driver (fastkern.device.driver) that stays its owner's; by
-    default what the transport needs: the accelerator that torch was built for. On GPUs the rank's
-    device is torch's current one. All tensors of a call are on `device`; counts and handles'
+    backend: "host", "cuda", "hip", "triton", or a Driver (fastkern.device.driver) that stays its
+    owner's; by default what the transport needs: the accelerator that torch was built for. On GPUs
+    the rank's device is torch's current one. "triton" is the same device with the kernels in
+    Triton; where the environment has TRITON_INTERPRET=1, they are interpreted, and tensors are on
+    the CPU. All tensors of a call are on `device`; counts and handles'
     metadata are on the CPU.
     policy: planner policy. chunk_bytes: size that puts are cut into. num_blocks: blocks per launch;
     calls take a num_blocks of their own, up to this one. Ranks may differ in it, and results are
@@ -140,7 +148,12 @@ class Communicator:
             check_backend(settings.backend, self.transport)
             device = open_backend(settings.backend, self.transport)
             properties = None if device is None else device.driver.properties()
-            launched = choose_parameters(self.transport.name, properties, settings.num_blocks)
+            launched = choose_parameters(
+                self.transport.name,
+                properties,
+                settings.num_blocks,
+                "cxx" if device is None else kernels_of(device.driver),
+            )
             settings = choose_settings(given, launched.defaults)
         except (TypeError, ValueError, FastkernError) as failure:
             error = shareable(failure)  # the other ranks must learn of it
@@ -202,6 +215,7 @@ class Communicator:
             transport=self.transport,
             num_blocks=launched.blocks.most,
             num_lanes=launched.num_lanes,
+            tile_bytes=launched.tile_bytes,
             buffer_bytes=settings.buffer_bytes,
             entry_timeout_s=settings.entry_timeout_s or bootstrap.group_timeout_s(group),
             progress_timeout_s=settings.progress_timeout_s,

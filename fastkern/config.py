@@ -12,7 +12,7 @@ from typing import Any
 from .planner.api import POLICY_NAMES
 from .transports import Transport, resolve
 
-BACKENDS = ("host", "cuda", "hip")
+BACKENDS = ("host", "cuda", "hip", "triton")
 # Where libraries are installed, as their own makers have it said.
 _PREFIXES = {
     "cuda": ("CUDA_HOME", "CUDA_PATH"),
@@ -30,7 +30,7 @@ class Settings:
     """Defaults of a communicator; an argument given in code wins over each.
 
     FASTKERN_TRANSPORT: "shm" (default) or "shaped" for CPU tensors, "peer" for GPUs of one host.
-    FASTKERN_BACKEND: "host", "cuda" or "hip"; by default what the transport needs.
+    FASTKERN_BACKEND: "host", "cuda", "hip" or "triton"; by default what the transport needs.
     FASTKERN_POLICY: planner policy, "auto" by default.
     FASTKERN_NUM_BLOCKS: blocks per launch; by default as the tuning profile has it, see
         FASTKERN_PROFILE.

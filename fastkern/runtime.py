@@ -25,11 +25,12 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class RuntimeOptions:
     """What a runtime is made with; see Communicator. num_blocks: the most of a launch.
-    num_lanes: of a block."""
+    num_lanes: of a block. tile_bytes: that a block of a kernel in Triton moves at a time."""
 
     transport: Transport
     num_blocks: int
     num_lanes: int
+    tile_bytes: int
     buffer_bytes: int
     entry_timeout_s: float
     progress_timeout_s: float

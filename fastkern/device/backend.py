@@ -11,9 +11,11 @@ from ..errors import DeviceUnavailableError
 from ..transports import Transport
 from .driver import Driver
 from .networks import KINDS, NetworkKind
-from .open_driver import open_driver
+from .open_driver import open_driver, triton_target
 from .streams import HostStreams, StreamOrder, TorchStreams
 
+# Of the kernels in Triton. One between servers is a library's bitcode that they are linked with.
+TRITON_TRANSPORTS = ("peer",)
 _MEMBERS = ("target", "device", "launch", "resident_blocks")  # of a Driver, to tell one by
 
 
@@ -42,10 +44,27 @@ class DeviceBackend:
             self.driver.close()
 
 
+def kernels_of(driver: Any) -> str:
+    """Which kernels a driver runs, see Driver; those in C++ where it does not say."""
+    return str(getattr(driver, "kernels", "cxx"))
+
+
 def backend_name(backend: Any, transport: Transport) -> str:
-    """What all ranks must have in common of the backend that they were given, or None."""
+    """What all ranks must have in common of the backend that they were given, or None.
+
+    Raises DeviceUnavailableError for "triton" where that is nowhere to run.
+    """
+    if backend == "triton":
+        return f"triton on {triton_target()}"
+    if isinstance(backend, str):
+        return backend
     if backend is not None:
-        return backend if isinstance(backend, str) else f"driver of {backend.target}"
+        triton = ", triton" if kernels_of(backend) == "triton" else ""
+        return f"driver of {backend.target}{triton}"
+    return _default_target(transport)
+
+
+def _default_target(transport: Transport) -> str:
     if not transport.device:
         return "host"
     if transport.name in KINDS:
@@ -59,20 +78,39 @@ def check_backend(backend: Any, transport: Transport) -> None:
         missing = [name for name in _MEMBERS if not hasattr(backend, name)]
         if missing:
             raise TypeError(f"backend must be a name or a Driver, not {backend!r}")
-    on_device = backend_name(backend, transport) != "host"
+    if backend == "triton" or kernels_of(backend) == "triton":
+        check_triton_transport(transport)
+    name = backend_name(backend, transport)
+    on_device = name != "host"
     if on_device and not transport.device:
         raise ValueError(
-            f"backend {backend_name(backend, transport)} needs a transport between devices, peer, "
-            f"not {transport.name}"
+            f"backend {name} needs a transport between devices, peer, not {transport.name}"
         )
     if transport.device and not on_device:
         raise ValueError(f"transport {transport.name} is between devices, backend is host")
     if transport.device and transport.name != "peer":
-        name = backend_name(backend, transport)
-        target = name if isinstance(backend, (str, type(None))) else backend.target
+        target = _target_of(backend, transport)
         if target != KINDS[transport.name].target:
             wanted = KINDS[transport.name].target
             raise ValueError(f"transport {transport.name} is for {wanted}, and backend is {name}")
+
+
+def _target_of(backend: Any, transport: Transport) -> str:
+    """The target of the driver, of that which `open_backend` opens."""
+    if backend == "triton":
+        return triton_target()
+    if isinstance(backend, str):
+        return backend
+    return _default_target(transport) if backend is None else str(backend.target)
+
+
+def check_triton_transport(transport: Transport) -> None:
+    """Raise ValueError for a transport that the kernels in Triton do not know."""
+    if transport.name not in TRITON_TRANSPORTS:
+        raise ValueError(
+            f"backend triton: its kernels go over {', '.join(TRITON_TRANSPORTS)}, not over "
+            f"{transport.name}"
+        )
 
 
 def open_backend(backend: Any, transport: Transport) -> DeviceBackend | None:
@@ -89,7 +127,8 @@ def open_backend(backend: Any, transport: Transport) -> DeviceBackend | None:
     if not isinstance(backend, (str, type(None))):
         return DeviceBackend(backend, _streams_of(backend), owned=False, network=network)
     available = torch.cuda.is_available()
-    driver = open_driver(name, torch.cuda.current_device() if available else 0)
+    target = backend if backend == "triton" else name
+    driver = open_driver(target, torch.cuda.current_device() if available else 0)
     try:
         return DeviceBackend(driver, _streams_of(driver), owned=True, network=network)
     except BaseException:

@@ -23,12 +23,18 @@ from __future__ import annotations
 import ctypes
 import importlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from ..errors import DeviceUnavailableError
-from .driver import DeviceMemoryError, DeviceProperties, DriverError
+from .driver import (
+    ONE_RECORD,
+    DeviceMemoryError,
+    DeviceProperties,
+    DriverError,
+    check_launch,
+)
 
 log = logging.getLogger("fastkern")
 
@@ -49,6 +55,7 @@ class CudaDriver:
     """
 
     target = "cuda"
+    kernels = "cxx"
 
     def __init__(self, device: int = 0, bindings: Any = None) -> None:
         self.device = device
@@ -206,17 +213,28 @@ class CudaDriver:
         return function
 
     def launch(
-        self, function: Any, grid: int, num_lanes: int, stream: int, arguments: bytes
+        self,
+        function: Any,
+        grid: int,
+        num_lanes: int,
+        stream: int,
+        arguments: bytes,
+        shared_bytes: int = 0,
+        offsets: Sequence[int] = ONE_RECORD,
     ) -> None:
-        record = ctypes.create_string_buffer(arguments, len(arguments))
-        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(record))  # one parameter, by value
+        check_launch("cuLaunchKernel", arguments, shared_bytes, offsets)
+        held = ctypes.create_string_buffer(arguments, len(arguments))
+        first = ctypes.addressof(held)
+        pointers = (ctypes.c_void_p * len(offsets))(*(first + offset for offset in offsets))
         address = ctypes.addressof(pointers)
-        self._call("cuLaunchKernel", function, grid, 1, 1, num_lanes, 1, 1, 0, stream, address, 0)
-
-    def resident_blocks(self, function: Any, num_lanes: int) -> int:
-        (blocks,) = self._call(
-            "cuOccupancyMaxActiveBlocksPerMultiprocessor", function, num_lanes, 0
+        self._call(
+            "cuLaunchKernel",
+            *(function, grid, 1, 1, num_lanes, 1, 1, shared_bytes, stream, address, 0),
         )
+
+    def resident_blocks(self, function: Any, num_lanes: int, shared_bytes: int = 0) -> int:
+        name = "cuOccupancyMaxActiveBlocksPerMultiprocessor"
+        (blocks,) = self._call(name, function, num_lanes, shared_bytes)
         return int(blocks) * self._properties.num_processors
 
     # -- graphs ------------------------------------------------------------------------------------

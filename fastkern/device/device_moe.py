@@ -39,7 +39,7 @@ class DeviceRoute:
         idx = call.topk_idx
         assert idx is not None
         self._runtime = runtime
-        self._units = num_units(call.num_tokens)
+        self._units = num_units(call.num_tokens, runtime.driver.kernels)
         keys, experts = num_keys(placement, topology), placement.num_experts
         counted = self._units * keys
         # counts [units][keys] | totals [keys] | bad [units + 1]
@@ -51,6 +51,7 @@ class DeviceRoute:
             placement,
             topology,
             runtime.rank,
+            self._units,
             topk_idx=idx.data_ptr(),
             owner=maps.data_ptr(),
             local_index=maps.data_ptr() + 4 * experts,

@@ -55,7 +55,8 @@ def make_parts(
     driver = backend.driver
     kind = backend.network if topology.servers > 1 else None
     transport = options.transport.name if kind is not None else "peer"
-    kernels = Kernels(driver, default_load(driver, transport), 1, num_blocks, transport)
+    load_image = default_load(driver, transport, options.tile_bytes)
+    kernels = Kernels(driver, load_image, 1, num_blocks, transport)
     made.callback(kernels.close)
 
     def load() -> None:
@@ -88,7 +89,8 @@ def make_parts(
             )
             network = kind.make(setting)
             network.start()
-            _tell_of_kernels(network, entry, kernels, made)
+            module = kernels.module_of("fastkern_exchange", num_lanes)
+            _tell_of_kernels(network, entry, module, made)
         slots = flag_slots(topology.servers, topology.gpus_per_server, DEFAULT_CHUNK_SLOTS)
         size = options.buffer_bytes
         heap = SymmetricHeap(driver, entry, slots, _RECORD_BYTES, size, network, link)
@@ -101,8 +103,7 @@ def make_parts(
     return DeviceParts(kernels, entry, heap, 0 if network is None else network.args)
 
 
-def _tell_of_kernels(network: Network, entry: Entry, kernels: Kernels, made: ExitStack) -> None:
-    module = kernels.module_of("fastkern_exchange")
+def _tell_of_kernels(network: Network, entry: Entry, module: Any, made: ExitStack) -> None:
     leave = ExitStack()
     made.callback(leave.close)
 

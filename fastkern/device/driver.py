@@ -10,6 +10,7 @@ launched later.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -53,10 +54,32 @@ class DeviceProperties:
     memory_bytes: int
 
 
+ONE_RECORD = (0,)  # offsets of a launch whose arguments are one record
+MOST_SHARED_BYTES = 48 << 10  # what every device gives a block that has not asked for more
+
+
+def check_launch(
+    operation: str, arguments: bytes, shared_bytes: int, offsets: Sequence[int]
+) -> None:
+    """Raise DriverError for parameters that lie outside, or too much shared memory."""
+    if not 0 <= shared_bytes <= MOST_SHARED_BYTES:
+        text = f"{shared_bytes} bytes of shared memory, at most {MOST_SHARED_BYTES}"
+        raise DriverError(operation, "invalid value", text)
+    last = max(1, len(arguments)) - 1
+    if any(not 0 <= offset <= last for offset in offsets):
+        text = f"parameters at {list(offsets)} of {len(arguments)} bytes"
+        raise DriverError(operation, "invalid value", text)
+
+
 class Driver(Protocol):
-    """One device. target: "cuda", "hip" or "host", which kernels it runs."""
+    """One device.
+
+    target: "cuda", "hip" or "host", which kernels it runs. kernels: "cxx", or "triton" where those
+    that move rows and those of route are the ones in Triton.
+    """
 
     target: str
+    kernels: str
     device: int
 
     def properties(self) -> DeviceProperties:
@@ -142,11 +165,23 @@ class Driver(Protocol):
         """A kernel of the module."""
 
     def launch(
-        self, function: Any, grid: int, num_lanes: int, stream: int, arguments: bytes
+        self,
+        function: Any,
+        grid: int,
+        num_lanes: int,
+        stream: int,
+        arguments: bytes,
+        shared_bytes: int = 0,
+        offsets: Sequence[int] = ONE_RECORD,
     ) -> None:
-        """Start grid blocks of num_lanes lanes; arguments: the kernel's one by-value record."""
+        """Start grid blocks of num_lanes lanes.
 
-    def resident_blocks(self, function: Any, num_lanes: int) -> int:
+        arguments: the kernel's parameters as they lie in memory. offsets: where each begins; by
+        default they are one record, passed by value. shared_bytes: dynamic shared memory of a
+        block, at most MOST_SHARED_BYTES.
+        """
+
+    def resident_blocks(self, function: Any, num_lanes: int, shared_bytes: int = 0) -> int:
         """Blocks of this kernel that the whole device holds at once."""
 
     # -- graphs ------------------------------------------------------------------------------------

@@ -22,12 +22,18 @@ import ctypes
 import importlib
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from ..errors import DeviceUnavailableError
-from .driver import DeviceMemoryError, DeviceProperties, DriverError
+from .driver import (
+    ONE_RECORD,
+    DeviceMemoryError,
+    DeviceProperties,
+    DriverError,
+    check_launch,
+)
 
 log = logging.getLogger("fastkern")
 
@@ -44,6 +50,7 @@ class HipDriver:
     """
 
     target = "hip"
+    kernels = "cxx"
 
     def __init__(self, device: int = 0, bindings: Any = None) -> None:
         self.device = device
@@ -201,20 +208,28 @@ class HipDriver:
         return int(self._call("hipModuleGetFunction", module, name.encode())[0])
 
     def launch(
-        self, function: Any, grid: int, num_lanes: int, stream: int, arguments: bytes
+        self,
+        function: Any,
+        grid: int,
+        num_lanes: int,
+        stream: int,
+        arguments: bytes,
+        shared_bytes: int = 0,
+        offsets: Sequence[int] = ONE_RECORD,
     ) -> None:
-        record = ctypes.create_string_buffer(arguments, len(arguments))
-        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(record))  # one parameter, by value
+        check_launch("hipModuleLaunchKernel", arguments, shared_bytes, offsets)
+        held = ctypes.create_string_buffer(arguments, len(arguments))
+        first = ctypes.addressof(held)
+        pointers = (ctypes.c_void_p * len(offsets))(*(first + offset for offset in offsets))
         address = ctypes.addressof(pointers)  # not a list, which only hip-python 10 takes
         self._call(
             "hipModuleLaunchKernel",
-            *(function, grid, 1, 1, num_lanes, 1, 1, 0, stream, address, None),
+            *(function, grid, 1, 1, num_lanes, 1, 1, shared_bytes, stream, address, None),
         )
 
-    def resident_blocks(self, function: Any, num_lanes: int) -> int:
-        (blocks,) = self._call(
-            "hipModuleOccupancyMaxActiveBlocksPerMultiprocessor", function, num_lanes, 0
-        )
+    def resident_blocks(self, function: Any, num_lanes: int, shared_bytes: int = 0) -> int:
+        name = "hipModuleOccupancyMaxActiveBlocksPerMultiprocessor"
+        (blocks,) = self._call(name, function, num_lanes, shared_bytes)
         return int(blocks) * self._properties.num_processors
 
     # -- graphs ------------------------------------------------------------------------------------

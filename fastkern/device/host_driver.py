@@ -15,13 +15,15 @@ import logging
 import os
 import platform
 import threading
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 
 from ..kernels import _host
-from .driver import DeviceProperties, DriverError
+from .driver import ONE_RECORD, DeviceProperties, DriverError
 from .host_memory import HostMemory
 from .host_stream import Capture, HostEvent, HostStream, Work, begin_capture, end_capture
 
@@ -34,17 +36,22 @@ _FIRST_HANDLE = 0x1000  # 0 is the default stream
 _HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
-class _Module:
-    """A loaded image: every kernel of the host target."""
+@dataclass
+class HostModule:
+    """A loaded image: every kernel of the host target. constants: of kernels in Triton, whose image
+    it is; see InterpreterDriver."""
 
-    kernels = tuple(_host.device_kernel_names())
-    loaded = True
+    kernels: tuple[str, ...] = tuple(_host.device_kernel_names())
+    constants: Mapping[str, int] | None = None
+    loaded: bool = True
 
 
-class _Function:
-    def __init__(self, module: _Module, name: str) -> None:
-        self.module = module
-        self.name = name
+@dataclass(frozen=True)
+class HostFunction:
+    """A kernel of a module."""
+
+    module: HostModule
+    name: str
 
 
 class HostDriver:
@@ -57,6 +64,7 @@ class HostDriver:
     """
 
     target = "host"
+    kernels = "cxx"
 
     def __init__(
         self,
@@ -211,7 +219,7 @@ class HostDriver:
         """Any image: the kernels are those of the host target."""
         self._refuse_in_capture("load_module")
         self._num_modules += 1
-        return _Module()
+        return HostModule()
 
     def unload_module(self, module: Any) -> None:
         self._check_module("unload_module", module)
@@ -220,26 +228,42 @@ class HostDriver:
 
     def function(self, module: Any, name: str) -> Any:
         self._check_module("function", module)
-        if name not in _Module.kernels:
+        if name not in module.kernels:
             raise DriverError("function", "not found", name)
-        return _Function(module, name)
+        return HostFunction(module, name)
 
     def launch(
-        self, function: Any, grid: int, num_lanes: int, stream: int, arguments: bytes
+        self,
+        function: Any,
+        grid: int,
+        num_lanes: int,
+        stream: int,
+        arguments: bytes,
+        shared_bytes: int = 0,
+        offsets: Sequence[int] = ONE_RECORD,
     ) -> None:
+        """Kernels here take one record, and no shared memory."""
         found = self._stream("launch", stream)
         self._check_module("launch", function.module)
         if grid < 1 or not 1 <= num_lanes <= self._properties.most_lanes:
             text = f"{grid} blocks of {num_lanes} lanes"
             raise DriverError("launch", "invalid value", text)
-        record = np.frombuffer(bytes(arguments), dtype=np.uint8)
-        found.submit(
-            "launch",
-            lambda: _host.launch_device_kernel(function.name, grid, num_lanes, record, self._teams),
-        )
+        if shared_bytes or tuple(offsets) != ONE_RECORD:
+            text = f"{shared_bytes} bytes of shared memory, parameters at {list(offsets)}"
+            raise DriverError("launch", "invalid value", text)
+        found.submit("launch", self._work_of(function, grid, num_lanes, bytes(arguments)))
 
-    def resident_blocks(self, function: Any, num_lanes: int) -> int:
+    def _work_of(self, function: HostFunction, grid: int, num_lanes: int, arguments: bytes) -> Work:
+        """What runs the kernel."""
+        record = np.frombuffer(arguments, dtype=np.uint8)
+        teams = self._teams
+        return lambda: _host.launch_device_kernel(function.name, grid, num_lanes, record, teams)
+
+    def resident_blocks(self, function: Any, num_lanes: int, shared_bytes: int = 0) -> int:
         self._check_module("resident_blocks", function.module)
+        if shared_bytes:
+            text = f"{shared_bytes} bytes of shared memory"
+            raise DriverError("resident_blocks", "invalid value", text)
         if not 1 <= num_lanes <= self._properties.most_lanes:
             raise DriverError("resident_blocks", "invalid value", f"{num_lanes} lanes")
         return _MOST_BLOCKS
@@ -342,7 +366,7 @@ class HostDriver:
 
     def _check_module(self, operation: str, module: Any) -> None:
         self._check_open(operation)
-        if not isinstance(module, _Module) or not module.loaded:
+        if not isinstance(module, HostModule) or not module.loaded:
             raise DriverError(operation, "invalid handle", "the module is not loaded")
 
     def _refuse_in_capture(self, operation: str) -> None:

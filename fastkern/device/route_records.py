@@ -1,11 +1,14 @@
-"""Launches of the route kernels: how many lanes, and their arguments.
+"""Launches of the route kernels: how many blocks, and their arguments.
 
-Per rank: count, with a lane for each run of tokens; scan, with one for each key; fill, as count,
-once the counts of all ranks are known.
+Per rank: count, a unit for each run of tokens; scan, for each key; fill, as count, once the counts
+of all ranks are known. In C++ a lane does a unit or a key by itself. In Triton a block does a unit,
+or KEYS_PER_PROGRAM keys: 4096 tokens are 512 units of 8 tokens in C++, 8 blocks of 64 lanes, and
+64 units of 64 tokens in Triton, 64 blocks.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,14 +23,14 @@ from .driver import Driver
 from .records import ROUTE_ARGS, new_record
 from .virtual_kernels import Kernels
 
-TOKENS_PER_UNIT = 8
-_MOST_UNITS = 1024
-_LANES = 64  # a lane does a unit or a key by itself: blocks on many processors, not large ones
+# By driver.Driver.kernels: tokens of a unit where there are not too many units, and their most.
+TOKENS_PER_UNIT = {"cxx": 8, "triton": 64}
+_MOST_UNITS = {"cxx": 1024, "triton": 256}
 
 
-def num_units(num_tokens: int) -> int:
-    """Runs that so many tokens are counted in."""
-    return min(max(1, -(-num_tokens // TOKENS_PER_UNIT)), _MOST_UNITS)
+def num_units(num_tokens: int, kernels: str) -> int:
+    """Runs that so many tokens are counted in. kernels: which, see driver.Driver."""
+    return min(max(1, -(-num_tokens // TOKENS_PER_UNIT[kernels])), _MOST_UNITS[kernels])
 
 
 def num_keys(placement: Placement, topology: Topology) -> int:
@@ -36,11 +39,16 @@ def num_keys(placement: Placement, topology: Topology) -> int:
 
 
 def route_record(
-    call: DispatchCall, placement: Placement, topology: Topology, rank: int, **addresses: int
+    call: DispatchCall,
+    placement: Placement,
+    topology: Topology,
+    rank: int,
+    units: int,
+    **addresses: int,
 ) -> Any:
     """RouteArgs of a rank's tokens.
 
-    addresses: of topk_idx, owner, local_index, counts, totals and bad.
+    units: as `num_units` has it. addresses: of topk_idx, owner, local_index, counts, totals, bad.
     """
     assert call.topk_idx is not None
     return new_record(
@@ -53,7 +61,7 @@ def route_record(
         servers=topology.servers,
         gpus_per_server=topology.gpus_per_server,
         rank=rank,
-        num_units=num_units(call.num_tokens),
+        num_units=units,
         **addresses,
     )
 
@@ -73,7 +81,18 @@ def base_rows(first: FirstRows) -> Sequence[tuple[str, npt.NDArray[np.uint64]]]:
 def launch_route(
     driver: Driver, kernels: Kernels, kernel: str, args: Any, num_items: int, stream: int
 ) -> None:
-    """Start a kernel of route with a lane for each item."""
-    lanes = min(_LANES, driver.properties().most_lanes)
+    """Start a kernel of route for so many units, or keys."""
+    lanes = kernels.lanes_of(kernel, 0)
+    per_block = lanes if driver.kernels == "cxx" else _per_program(kernel)
     function = kernels.get(kernel, lanes)
-    driver.launch(function, -(-num_items // lanes), lanes, stream, args.tobytes())
+    driver.launch(function, -(-num_items // per_block), lanes, stream, args.tobytes())
+
+
+@functools.cache
+def _per_program(kernel: str) -> int:
+    """Items of a block of a kernel in Triton."""
+    if kernel != "fastkern_route_scan":
+        return 1
+    from ..kernels.triton.route import KEYS_PER_PROGRAM
+
+    return int(getattr(KEYS_PER_PROGRAM, "value", KEYS_PER_PROGRAM))

@@ -18,7 +18,7 @@ from ..planner import Topology
 from ..planner.table import DTYPES
 from .driver import Driver
 from .records import LAUNCH_ARGS, STATIC_LAUNCH, new_record, offset_of
-from .route_records import launch_route, route_record
+from .route_records import launch_route, num_units, route_record
 from .static_memory import StaticMemory, StaticRank
 from .static_planning import HostPlanning
 from .virtual_kernels import Kernels
@@ -62,6 +62,7 @@ class StaticLaunches:
             self._placement,
             self._topology,
             self._ranks[k],
+            num_units(call.num_tokens, self._memory.route_kernels),
             topk_idx=topk_idx,
             owner=at["owner"],
             local_index=at["local_index"],
@@ -148,8 +149,8 @@ class StaticLaunches:
 
     def _static(self, kernel: str, launch: Any, stream: int) -> None:
         function = self._kernels.get(kernel, self._num_lanes)
-        grid, lanes = len(self._ranks), self._num_lanes
-        self._driver.launch(function, grid, lanes, stream, launch.tobytes())
+        lanes = self._kernels.lanes_of(kernel, self._num_lanes)
+        self._driver.launch(function, len(self._ranks), lanes, stream, launch.tobytes())
 
     def _route(self, kernel: str, args: Any, num_items: int, stream: int) -> None:
         launch_route(self._driver, self._kernels, kernel, args, num_items, stream)

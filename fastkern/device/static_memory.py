@@ -86,7 +86,8 @@ class StaticMemory:
 
     static_args, kernel_args: addresses of arrays with a record for each rank, by the call's name:
     "dispatch", "combine", and those that backwards make. rank: per rank its places. headers: of the
-    handles, HEADER. Raises DriverError; then nothing is left allocated.
+    handles, HEADER. route_kernels: which ones count and fill: one in C++ where the device plans.
+    Raises DriverError; then nothing is left allocated.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class StaticMemory:
         self._entry_ns = entry_ns
         self._planned = planned
         self._entries = entries
+        self.route_kernels = driver.kernels if direct is None else "cxx"
         self._placement = shape.placement(topology.num_ranks)
         self.num_keys = num_keys(self._placement, topology)
         self.headers = {rank: self._header(rank) for rank in ranks}
@@ -186,7 +188,7 @@ class StaticMemory:
     def _sizes(self, rank: int, tables: StaticTables | None, planned_bytes: int) -> dict[str, int]:
         """Bytes of each of a rank's places."""
         r, experts = self._topology.num_ranks, self._shape.options.num_experts
-        units = num_units(self._shape.num_max_tokens)
+        units = num_units(self._shape.num_max_tokens, self.route_kernels)
         sizes = {
             "values": STATIC_VALUES.itemsize,
             "dispatch moe": MOE_ARGS.itemsize,

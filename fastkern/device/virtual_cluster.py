@@ -35,9 +35,10 @@ __all__ = ["VirtualCluster", "VirtualOptions"]
 class VirtualCluster(VirtualRuntime):
     """Ranks of `topology` on the driver's device.
 
-    num_blocks: of each rank. num_lanes: of a block, 512 or what the device has by default. load:
-    the image of an entry ("exchange", "dispatch", "combine", "route"); by default compiled for the
-    device, through the cache of compiled kernels.
+    num_blocks: of each rank. num_lanes: of a block, by default 512, of a kernel in Triton 256, or
+    what the device has. load: the image of an entry ("exchange", "dispatch", "combine", "route")
+    for blocks of so many lanes; by default compiled for the device, through the cache of compiled
+    kernels.
 
     A call raises ValueError for bad input and where its blocks do not fit the device all at once,
     and DeadlineError where a rank stood still for progress_timeout_s; after that the cluster is of

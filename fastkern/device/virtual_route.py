@@ -1,7 +1,7 @@
 """Route of a virtual cluster's dispatch, on the device: counts of all ranks, then handles filled.
 
-Launches per rank: count, with a lane for each run of tokens; scan, with one for each key; fill, as
-count, once the counts of all ranks are known. The totals come to the host between scan and fill:
+Launches per rank: count, for each run of tokens; scan, for each key; fill, as count, once the
+counts of all ranks are known (route_records.py). The totals come to the host between scan and fill:
 the plan follows from them.
 """
 
@@ -36,7 +36,8 @@ class DeviceRoute:
         self._memory = cluster.allocations()
         self._topology = cluster.topology
         self._num_keys = num_keys(placement, self._topology)
-        self._num_units = [num_units(call.num_tokens) for call in calls]
+        kernels = cluster.driver.kernels
+        self._num_units = [num_units(call.num_tokens, kernels) for call in calls]
         try:
             self._args = self._make_args(placement)
         except BaseException:
@@ -63,6 +64,7 @@ class DeviceRoute:
                     placement,
                     self._topology,
                     rank,
+                    units,
                     topk_idx=put(call.topk_idx, "topk_idx"),
                     owner=owner,
                     local_index=local_index,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -14,11 +14,12 @@ from ..errors import FastkernError
 from ..planner import Policy, StageTable, Topology
 from ..planner.api import DEFAULT_CHUNK_BYTES, DEFAULT_CHUNK_SLOTS
 from ..planner.table import flag_slots
+from ..tuning.choose import TILE_BYTES_BY_DEFAULT, default_lanes
 from .driver import Driver, DriverError
 from .memory import SliceHeap
 from .records import CONTROL, TRACE_EVENT
 from .virtual_errors import control_record, launch_error
-from .virtual_kernels import Kernels, default_load
+from .virtual_kernels import MOST_LANES, Kernels, Load, default_load
 from .virtual_launch import CommonArgs, PreparedLaunch, epoch_after
 from .virtual_memory import Allocations, Copier
 
@@ -32,7 +33,8 @@ class VirtualOptions:
     policy, chunk_bytes: of plans. progress_timeout_s: how long a launch may stand still.
     trace_events: kept of each rank's launch, 0 for none. fill_byte: what staging and outputs hold
     before every call, to find what was not written; None: whatever there is. guard_bytes: between
-    ranks' slices and behind each tensor, checked after every call.
+    ranks' slices and behind each tensor, checked after every call. tile_bytes: that a block of a
+    kernel in Triton moves at a time.
     """
 
     policy: Policy = "auto"
@@ -41,6 +43,7 @@ class VirtualOptions:
     trace_events: int = 0
     fill_byte: int | None = None
     guard_bytes: int = 0
+    tile_bytes: int = TILE_BYTES_BY_DEFAULT
 
 
 class VirtualRuntime:
@@ -52,15 +55,25 @@ class VirtualRuntime:
         topology: Topology,
         num_blocks: int = 1,
         num_lanes: int | None = None,
-        load: Callable[[str], bytes] | None = None,
+        load: Load | None = None,
         options: VirtualOptions = VirtualOptions(),
     ) -> None:
         if num_blocks < 1:
             raise ValueError(f"num_blocks must be at least 1, not {num_blocks}")
-        most_lanes = driver.properties().most_lanes
-        self.num_lanes = min(512, most_lanes) if num_lanes is None else num_lanes
-        if not 1 <= self.num_lanes <= min(512, most_lanes):
-            raise ValueError(f"num_lanes must be 1 to {min(512, most_lanes)}, not {num_lanes}")
+        if driver.kernels == "triton" and driver.target == "host" and topology.num_ranks > 1:
+            raise ValueError(
+                f"{topology.num_ranks} ranks on Triton's interpreter: it runs one block after the "
+                "other, and those of different ranks wait for one another; a virtual cluster of "
+                "one rank works there, and a communicator with backend triton, whose ranks are "
+                "processes"
+            )
+        properties = driver.properties()
+        most_lanes = min(MOST_LANES[driver.kernels], properties.most_lanes)
+        self.num_lanes = default_lanes(driver.kernels, properties)
+        if num_lanes is not None:
+            self.num_lanes = num_lanes
+        if not 1 <= self.num_lanes <= most_lanes:
+            raise ValueError(f"num_lanes must be 1 to {most_lanes}, not {num_lanes}")
         self.driver = driver
         self.topology = topology
         self.num_ranks = self.launched_ranks = topology.num_ranks
@@ -72,7 +85,8 @@ class VirtualRuntime:
             made.callback(driver.destroy_stream, self.stream)
             self.copier = Copier(driver, self.stream)
             made.callback(self.copier.close)
-            self.kernels = Kernels(driver, load or default_load(driver), self.num_ranks, num_blocks)
+            images = load or default_load(driver, tile_bytes=options.tile_bytes)
+            self.kernels = Kernels(driver, images, self.num_ranks, num_blocks)
             made.callback(self.kernels.close)
             slots = flag_slots(topology.servers, topology.gpus_per_server, DEFAULT_CHUNK_SLOTS)
             guard = options.guard_bytes

@@ -16,17 +16,21 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fastkern")
 
-LANES_BY_DEFAULT = 512
+# By the kernels, see driver.Driver.
+LANES_BY_DEFAULT = {"cxx": 512, "triton": 256}
+TILE_BYTES_BY_DEFAULT = 16384
 _HOST_LANES = 64  # of a block, on the host target
 _PROCESSORS_PER_BLOCK = 6
 
 
 @dataclass(frozen=True)
 class LaunchParameters:
-    """blocks: of each call. num_lanes: of a block. defaults: of settings, by name."""
+    """blocks: of each call. num_lanes: of a block. tile_bytes: that a block of a kernel in Triton
+    moves at a time. defaults: of settings, by name."""
 
     blocks: BlockCounts
     num_lanes: int
+    tile_bytes: int
     defaults: Mapping[str, Any]
 
 
@@ -38,13 +42,22 @@ def default_num_blocks(properties: DeviceProperties) -> int:
     return max(1, properties.num_processors // _PROCESSORS_PER_BLOCK)
 
 
+def default_lanes(kernels: str, properties: DeviceProperties) -> int:
+    """Lanes of a block. kernels: which, see driver.Driver."""
+    return min(LANES_BY_DEFAULT[kernels], properties.most_lanes)
+
+
 def choose_parameters(
-    transport: str, properties: DeviceProperties | None, num_blocks: int | None
+    transport: str,
+    properties: DeviceProperties | None,
+    num_blocks: int | None,
+    kernels: str = "cxx",
 ) -> LaunchParameters:
     """For a communicator over `transport` on a device, or on the host where properties is None.
 
-    num_blocks: as given in code or by the environment, which wins over the profile. Raises
-    ValueError where a profile cannot be read, or asks for what the device does not have.
+    kernels: which the device runs, see driver.Driver. num_blocks: as given in code or by the
+    environment, which wins over the profile. Raises ValueError where a profile cannot be read, or
+    asks for what the device does not have.
     """
     if properties is None:
         architecture, name = "host", platform.processor() or platform.machine()
@@ -52,7 +65,7 @@ def choose_parameters(
     else:
         architecture, name = properties.architecture, properties.name
         usual = default_num_blocks(properties)
-        most_lanes = min(LANES_BY_DEFAULT, properties.most_lanes)
+        most_lanes = default_lanes(kernels, properties)
     profile, source = find_profile(architecture, name, transport)
     log.info(
         "launch parameters for %s (%s) over %s: %s, %s",
@@ -77,4 +90,5 @@ def choose_parameters(
             profile.most_blocks(usual), lambda op, size: profile.blocks_of(op, size) or usual
         )
     chunk = profile.chunk_bytes
-    return LaunchParameters(blocks, lanes, {} if chunk is None else {"chunk_bytes": chunk})
+    defaults = {} if chunk is None else {"chunk_bytes": chunk}
+    return LaunchParameters(blocks, lanes, TILE_BYTES_BY_DEFAULT, defaults)

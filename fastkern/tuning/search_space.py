@@ -9,7 +9,7 @@ from ..device.driver import DeviceProperties, Driver
 from ..device.virtual_kernels import PERSISTENT, TEAM_LANES, Kernels, default_load
 from ..planner import Topology
 from ..planner.api import DEFAULT_CHUNK_BYTES
-from .choose import LANES_BY_DEFAULT, default_num_blocks
+from .choose import default_lanes, default_num_blocks
 from .profile import MOST_BLOCKS, OPERATIONS
 
 
@@ -84,7 +84,7 @@ def search_space(driver: Driver, options: SearchOptions) -> SearchSpace:
     left_out: list[str] = []
     kernels = Kernels(driver, default_load(driver), options.topology.num_ranks, 1)
     try:
-        for lanes in dict.fromkeys(options.num_lanes or _lanes(properties)):
+        for lanes in dict.fromkeys(options.num_lanes or _lanes(driver)):
             most = _most_blocks(kernels, driver, properties, lanes)
             wanted = sorted(set(options.num_blocks or _blocks(properties, most)))
             fitting = tuple(n for n in wanted if n <= most)
@@ -105,8 +105,8 @@ def search_space(driver: Driver, options: SearchOptions) -> SearchSpace:
     return SearchSpace(blocks, tuple(sorted(set(chunks))), tuple(sorted(set(sizes))), (*left_out,))
 
 
-def _lanes(properties: DeviceProperties) -> list[int]:
-    most = min(LANES_BY_DEFAULT, properties.most_lanes)
+def _lanes(driver: Driver) -> list[int]:
+    most = default_lanes(driver.kernels, driver.properties())
     return [lanes for lanes in (most // 4, most // 2, most) if lanes]
 
 
@@ -121,7 +121,7 @@ def _most_blocks(
     kernels: Kernels, driver: Driver, properties: DeviceProperties, num_lanes: int
 ) -> int:
     """Blocks per rank that the device holds of every kernel that calls are made of."""
-    most_lanes = min(LANES_BY_DEFAULT, properties.most_lanes)
+    most_lanes = default_lanes(driver.kernels, properties)
     if num_lanes > most_lanes or num_lanes % TEAM_LANES.get(driver.target, 1):
         return 0
     return min(MOST_BLOCKS, *(kernels.most_blocks(name, num_lanes) for name in PERSISTENT))

@@ -221,6 +221,8 @@ def with_backends(rank: int, ranks: int) -> list[str]:
         {"transport": "nccl_gin", "backend": "hip"},
         {"backend": "metal" if rank == 1 else None},
         {"backend": 7, "transport": "peer"},
+        {"backend": "triton"},
+        {"backend": "triton", "transport": "rocshmem"},
     ]
     texts = [message(lambda options=options: Communicator(**options)) for options in given]
     with host_device() as driver:
@@ -240,7 +242,7 @@ def with_backends(rank: int, ranks: int) -> list[str]:
 def test_a_backend_that_cannot_be_had(shared_pools: SharedPools) -> None:
     outcomes = shared_pools.pool(3).run(with_backends)
     assert all(texts == outcomes[0] for texts in outcomes)
-    cuda, alone, hip, host, shm, nvshmem, gin, unknown, number, disagree = outcomes[0]
+    cuda, alone, hip, host, shm, nvshmem, gin, unknown, number, *triton, disagree = outcomes[0]
     assert cuda.startswith("DeviceUnavailableError: rank 0: ")
     assert "pip install 'fastkern[cuda]'" in cuda or "libcuda" in cuda or "PyTorch" in cuda
     assert alone == cuda  # on devices the transport is peer
@@ -249,8 +251,12 @@ def test_a_backend_that_cannot_be_had(shared_pools: SharedPools) -> None:
     assert shm.startswith("ValueError: rank 0: backend cuda needs a transport between devices")
     assert nvshmem.startswith("DeviceUnavailableError: rank 0: ")  # the library or the GPU
     assert gin == "ValueError: rank 0: transport nccl_gin is for cuda, and backend is hip"
-    assert unknown == "ValueError: rank 1: backend must be one of host, cuda, hip, not 'metal'"
+    known = "host, cuda, hip, triton"
+    assert unknown == f"ValueError: rank 1: backend must be one of {known}, not 'metal'"
     assert number == "TypeError: rank 0: backend must be a name or a Driver, not 7"
+    assert triton[0].startswith("DeviceUnavailableError: rank 0: backend triton: PyTorch ")
+    assert "TRITON_INTERPRET=1" in triton[0]
+    assert triton[1].startswith("ValueError: rank 0: backend triton: its kernels go over peer")
     assert disagree.startswith("AgreementError: ranks disagree on chunk_bytes")
 
 

@@ -274,7 +274,7 @@ def test_what_is_missing_is_named() -> None:
     for device in (2, -1):
         with pytest.raises(DeviceUnavailableError, match=f"no CUDA device {device}: there are 2"):
             CudaDriver(device, RecordedCuda())
-    with pytest.raises(ValueError, match='must be "cuda", "hip" or "host", not \'rocm\''):
+    with pytest.raises(ValueError, match='must be "cuda", "hip", "host" or "triton", not \'rocm\''):
         open_driver("rocm")
 
 

@@ -107,7 +107,7 @@ def test_blocks_of_half_a_team_are_refused(target: str, lanes: int) -> None:
     driver = Claimed(target)
     with (
         VirtualCluster(
-            driver, Topology(1, 1), 1, lanes, load=lambda entry: b"", options=options()
+            driver, Topology(1, 1), 1, lanes, load=lambda entry, lanes: b"", options=options()
         ) as cluster,
         pytest.raises(ValueError, match=f"multiple of {64 if target == 'hip' else 32}"),
     ):

@@ -71,7 +71,7 @@ def test_every_top_k(clean_driver: HostDriver, topk: int) -> None:
 
 def test_more_units_than_tokens_and_fewer(clean_driver: HostDriver) -> None:
     """Units of several tokens, the last ones shorter, and ranks with one token or none."""
-    for tokens, kind in ((3 * TOKENS_PER_UNIT + 5, "ragged"), (1, "some_none")):
+    for tokens, kind in ((3 * TOKENS_PER_UNIT["cxx"] + 5, "ragged"), (1, "some_none")):
         case = Case("units", tokens=kind, num_tokens=tokens, topk=3, choose="masked")
         with VirtualCluster(clean_driver, Topology(2, 2), options=options()) as cluster:
             check_moe(cluster, Data(case, 2, 4))
