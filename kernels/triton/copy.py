@@ -49,6 +49,19 @@ def _copy_units(to, source, num_bytes, UNIT: tl.constexpr, TILE_BYTES: tl.conste
 
 
 @triton.jit
+def copy_vectors(to, source, num_bytes, TILE_BYTES: tl.constexpr):
+    """One run of bytes; all three are multiples of 16."""
+    words_to = tl.multiple_of(to.to(tl.pointer_type(tl.int32)), 16)
+    words_from = tl.multiple_of(source.to(tl.pointer_type(tl.int32)), 16)
+    num_words = num_bytes // 16 * 4
+    lane = tl.arange(0, TILE_BYTES // 4)
+    for first in range(0, num_words, TILE_BYTES // 4):
+        here = first + lane < num_words
+        value = tl.load(words_from + first + lane, mask=here)
+        tl.store(words_to + first + lane, value, mask=here)
+
+
+@triton.jit
 def copy_bytes(to, source, num_bytes, TILE_BYTES: tl.constexpr):
     """One run of bytes; `to` and `source` are addresses, which may be null for no bytes."""
     skew = to - source
@@ -58,3 +71,37 @@ def copy_bytes(to, source, num_bytes, TILE_BYTES: tl.constexpr):
         _copy_units(to, source, num_bytes, 4, TILE_BYTES)
     else:
         _copy_units(to, source, num_bytes, 1, TILE_BYTES)
+
+
+@triton.jit
+def _copy_row_units(to, source, here, num_bytes, UNIT: tl.constexpr, TILE_BYTES: tl.constexpr):
+    """Addresses and num_bytes are multiples of UNIT: 16 or 1 bytes."""
+    ROWS: tl.constexpr = to.shape[0]
+    COLUMNS: tl.constexpr = TILE_BYTES // ROWS // 4  # words; or bytes
+    if UNIT == 16:
+        to_rows = tl.multiple_of(to.to(tl.pointer_type(tl.int32)), [16])
+        from_rows = tl.multiple_of(source.to(tl.pointer_type(tl.int32)), [16])
+        size = num_bytes // 16 * 4
+    else:
+        to_rows = to.to(tl.pointer_type(tl.int8))
+        from_rows = source.to(tl.pointer_type(tl.int8))
+        size = num_bytes
+    lane = tl.arange(0, COLUMNS)
+    for first in range(0, size, COLUMNS):
+        column = first + lane
+        mask = here[:, None] & (column < size)[None, :]
+        value = tl.load(from_rows[:, None] + column[None, :], mask=mask)
+        tl.store(to_rows[:, None] + column[None, :], value, mask=mask)
+
+
+@triton.jit
+def copy_rows(to, source, here, num_bytes, alignment, TILE_BYTES: tl.constexpr):
+    """Some rows at once, of num_bytes each, from anywhere to anywhere.
+
+    to, source: [ROWS] addresses. here: [ROWS], false: not this row. alignment: a number whose low
+    four bits are 0 only where those of all addresses are: say, bases and strides of both, or'ed.
+    """
+    if ((alignment | num_bytes) & 15) == 0:
+        _copy_row_units(to, source, here, num_bytes, 16, TILE_BYTES)
+    else:
+        _copy_row_units(to, source, here, num_bytes, 1, TILE_BYTES // 4)

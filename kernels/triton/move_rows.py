@@ -12,18 +12,18 @@ import triton.language as tl
 from . import layout as at
 from .access import finish_writes, get
 from .call import data_of, links_of, raise_flag, receive_of, send_of, signal, window_of
-from .copy import copy_bytes
+from .copy import copy_bytes, copy_vectors
 
 _SEGMENTS = tl.constexpr(32)  # looked at together
 
 
 @triton.jit
 def run_put(call, item, TILE_BYTES: tl.constexpr):
-    """A chunk from send staging to the peer's receive staging."""
+    """A chunk from send staging to the peer's receive staging; row_bytes is a multiple of 16."""
     peer = get(item.stream, at.STREAM_PEER)
     source = get(item.stream, at.STREAM_SOURCE_ROW) + item.first_row
     target = get(item.stream, at.STREAM_TARGET_ROW) + item.first_row
-    copy_bytes(
+    copy_vectors(
         receive_of(call, data_of(call, peer)) + target * call.row_bytes,
         send_of(call, data_of(call, call.rank)) + source * call.row_bytes,
         item.num_rows * call.row_bytes,
@@ -91,52 +91,60 @@ def part_of(call, item, index):
 
 
 @triton.jit
+def _ends_of_part(call, item, index):
+    """Where a part of a chunk comes from, where it goes, and its bytes; none: past the chunk."""
+    own = data_of(call, call.rank)
+    first, row, num_rows = part_of(call, item, index)
+    rank = call.rank
+    from_row = row
+    to_row = row
+    if item.queue <= at.QUEUE_PUSH:
+        rank = get(item.stream, at.STREAM_PEER)
+        source = get(call.args, at.ARGS_INPUT)
+        to_row = get(item.stream, at.STREAM_TARGET_ROW) + first
+    elif item.queue == at.QUEUE_PUT:  # at once
+        first = item.first_row
+        num_rows = item.num_rows
+        rank = get(item.stream, at.STREAM_PEER)
+        source = send_of(call, own)
+        from_row = get(item.stream, at.STREAM_SOURCE_ROW) + first
+        to_row = get(item.stream, at.STREAM_TARGET_ROW) + first
+    elif item.queue == at.QUEUE_RECEIVE:
+        rank = get(call.segments + index * at.SIZEOF_SEGMENT, at.SEGMENT_PEER)
+        source = receive_of(call, own)
+        from_row = get(item.stream, at.STREAM_SOURCE_ROW) + first
+    else:  # land, take
+        source = window_of(call, own)
+    if item.queue == at.QUEUE_PACK:
+        target = send_of(call, data_of(call, rank))
+    elif item.queue == at.QUEUE_PUT:
+        target = receive_of(call, data_of(call, rank))
+    elif rank != call.rank:
+        target = window_of(call, data_of(call, rank))
+    else:
+        target = get(call.args, at.ARGS_OUTPUT)
+    num_bytes = num_rows * call.row_bytes
+    return source + from_row * call.row_bytes, target + to_row * call.row_bytes, num_bytes
+
+
+@triton.jit
 def move_rows(call, item, TILE_BYTES: tl.constexpr):
-    """Everything but a put."""
+    """An item of an all-to-all."""
     if item.queue == at.QUEUE_RECEIVE:
         give_credit(call, item)
-    peer = get(item.stream, at.STREAM_PEER)
-    sends = item.queue <= at.QUEUE_PUSH
-    receives = item.queue == at.QUEUE_RECEIVE
-    own = data_of(call, call.rank)
-    source = window_of(call, own)
-    if sends:
-        source = get(call.args, at.ARGS_INPUT)
-    elif receives:
-        source = receive_of(call, own)
     left = end_of_segments(call, item) - item.first_segment
+    if item.queue == at.QUEUE_PUT:
+        left = left * 0 + 1
     index = item.first_segment
     while left > 0:
-        first, row, num_rows = part_of(call, item, index)
-        if num_rows == 0:
-            left = left * 0
-        else:
-            from_row = row
-            to_row = row
-            rank = call.rank
-            if sends:
-                to_row = get(item.stream, at.STREAM_TARGET_ROW) + first
-                rank = peer
-            elif receives:
-                from_row = get(item.stream, at.STREAM_SOURCE_ROW) + first
-                rank = get(call.segments + index * at.SIZEOF_SEGMENT, at.SEGMENT_PEER)
-            target = get(call.args, at.ARGS_OUTPUT)
-            if item.queue == at.QUEUE_PACK:
-                target = send_of(call, data_of(call, rank))
-            elif rank != call.rank:
-                target = window_of(call, data_of(call, rank))
-            copy_bytes(
-                target + to_row * call.row_bytes,
-                source + from_row * call.row_bytes,
-                num_rows * call.row_bytes,
-                TILE_BYTES,
-            )
-            index += 1
-            left -= 1
-    if sends:
-        slot = get(item.stream, at.STREAM_SLOT)
+        source, target, num_bytes = _ends_of_part(call, item, index)
+        copy_bytes(target, source, num_bytes, TILE_BYTES)
+        index += 1
+        left = tl.where(num_bytes == 0, 0, left - 1)
+    slot = get(item.stream, at.STREAM_SLOT)
+    if item.queue <= at.QUEUE_PUT:
         if slot != at.NO_SLOT:
-            signal(call, peer, slot + item.chunk, 1)
-    elif receives:
+            signal(call, get(item.stream, at.STREAM_PEER), slot + item.chunk, 1)
+    elif item.queue == at.QUEUE_RECEIVE:
         if get(item.stream, at.STREAM_NUM_LINKS) != 0:
             signal_destinations(call, item)

@@ -24,7 +24,6 @@ from . import layout as at
 from .access import add_word, get, peek, place, put, store64
 from .call import open_call, posts_of, raise_flag
 from .items import item_of, look
-from .move_rows import move_rows, run_put
 from .pick import Idle, claim, first_runnable, pass_empty, start_idle, wait_a_little
 from .target import now_ns, store_release
 
@@ -69,8 +68,8 @@ def _leave(call):
 
 
 @triton.jit
-def run_call(ranks, blocks_per_rank, OP: tl.constexpr, TILE_BYTES: tl.constexpr):
-    """One block of one rank. OP: a constant of layout.py, OP_..."""
+def run_call(ranks, blocks_per_rank, MOVE: tl.constexpr, TILE_BYTES: tl.constexpr):
+    """One block of one rank. MOVE(call, item, TILE_BYTES): what an operation does with an item."""
     call = open_call(ranks, blocks_per_rank)
     block = tl.program_id(0) % get(call.args, at.ARGS_NUM_BLOCKS)
     traced = get(call.args, at.ARGS_TRACE) != 0
@@ -94,10 +93,7 @@ def run_call(ranks, blocks_per_rank, OP: tl.constexpr, TILE_BYTES: tl.constexpr)
                     begin_ns = since_ns
                     if traced:
                         begin_ns = now_ns()
-                    if item.queue == at.QUEUE_PUT:
-                        run_put(call, item, TILE_BYTES)
-                    else:
-                        move_rows(call, item, TILE_BYTES)
+                    MOVE(call, item, TILE_BYTES)
                     if traced:
                         _trace_item(call, item, begin_ns)
             else:
