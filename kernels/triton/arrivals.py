@@ -16,7 +16,7 @@ import triton.language as tl
 
 from . import layout as at
 from .access import add_word, get, load32, place, put, store32
-from .call import data_of, links_of, receive_of, scratch_of
+from .call import data_of, forget_call, links_of, receive_of, scratch_of
 from .handle import view_handle
 from .move_rows import end_of_segments, part_of
 
@@ -129,7 +129,7 @@ def tell_all(call, item):
             rank = get(link, at.LINK_RANK)
             record_of = first_arrival(call, get(link, at.LINK_SLOT) + item.chunk)
             arrivals = scratch_of(call, data_of(call, rank)) + record_of * at.SIZEOF_ARRIVAL
-        _tell(call, item, rank % num_local, arrivals)
+        _tell(forget_call(call), item, rank % num_local, arrivals)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from . import layout as at
 from .access import acquire, finish_writes, get, load64, place, swap_if
-from .target import store_release
+from .target import forget, store_release
 
 _COUNT_LANES = tl.constexpr(1024)  # at least a block's threads
 
@@ -34,6 +34,23 @@ class Call(NamedTuple):
     control: tl.tensor
     flags: tl.tensor
     epoch: tl.tensor
+
+
+@triton.jit
+def forget_call(call):
+    """The same call, of which nothing is known that has been computed from it."""
+    return Call(
+        args=forget(call.args),
+        rank=call.rank,
+        header=forget(call.header),
+        stages=forget(call.stages),
+        streams=forget(call.streams),
+        segments=forget(call.segments),
+        row_bytes=call.row_bytes,
+        control=forget(call.control),
+        flags=forget(call.flags),
+        epoch=call.epoch,
+    )
 
 
 @triton.jit

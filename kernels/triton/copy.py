@@ -74,34 +74,45 @@ def copy_bytes(to, source, num_bytes, TILE_BYTES: tl.constexpr):
 
 
 @triton.jit
-def _copy_row_units(to, source, here, num_bytes, UNIT: tl.constexpr, TILE_BYTES: tl.constexpr):
-    """Addresses and num_bytes are multiples of UNIT: 16 or 1 bytes."""
-    ROWS: tl.constexpr = to.shape[0]
-    COLUMNS: tl.constexpr = TILE_BYTES // ROWS // 4  # words; or bytes
+def _copy_row_units(to, source, here, num_bytes, UNIT: tl.constexpr):
+    """Addresses and num_bytes are multiples of UNIT: 16 or 1 bytes.
+
+    A tile is so wide that a warp covers a row of it: a thread holds the addresses of one row, and
+    has four vectors on their way.
+    """
+    COLUMNS: tl.constexpr = 128  # words; or bytes
     if UNIT == 16:
-        to_rows = tl.multiple_of(to.to(tl.pointer_type(tl.int32)), [16])
-        from_rows = tl.multiple_of(source.to(tl.pointer_type(tl.int32)), [16])
+        to_rows = tl.multiple_of(to.to(tl.pointer_type(tl.int32)), [16])[:, None]
+        from_rows = tl.multiple_of(source.to(tl.pointer_type(tl.int32)), [16])[:, None]
         size = num_bytes // 16 * 4
     else:
-        to_rows = to.to(tl.pointer_type(tl.int8))
-        from_rows = source.to(tl.pointer_type(tl.int8))
+        to_rows = to.to(tl.pointer_type(tl.int8))[:, None]
+        from_rows = source.to(tl.pointer_type(tl.int8))[:, None]
         size = num_bytes
-    lane = tl.arange(0, COLUMNS)
-    for first in range(0, size, COLUMNS):
-        column = first + lane
-        mask = here[:, None] & (column < size)[None, :]
-        value = tl.load(from_rows[:, None] + column[None, :], mask=mask)
-        tl.store(to_rows[:, None] + column[None, :], value, mask=mask)
+    lane = tl.arange(0, COLUMNS)[None, :]
+    for first in range(0, size, 4 * COLUMNS):
+        a = first + lane
+        b = first + COLUMNS + lane
+        c = first + 2 * COLUMNS + lane
+        d = first + 3 * COLUMNS + lane
+        value_a = tl.load(from_rows + a, mask=here[:, None] & (a < size))
+        value_b = tl.load(from_rows + b, mask=here[:, None] & (b < size))
+        value_c = tl.load(from_rows + c, mask=here[:, None] & (c < size))
+        value_d = tl.load(from_rows + d, mask=here[:, None] & (d < size))
+        tl.store(to_rows + a, value_a, mask=here[:, None] & (a < size))
+        tl.store(to_rows + b, value_b, mask=here[:, None] & (b < size))
+        tl.store(to_rows + c, value_c, mask=here[:, None] & (c < size))
+        tl.store(to_rows + d, value_d, mask=here[:, None] & (d < size))
 
 
 @triton.jit
-def copy_rows(to, source, here, num_bytes, alignment, TILE_BYTES: tl.constexpr):
+def copy_rows(to, source, here, num_bytes, alignment):
     """Some rows at once, of num_bytes each, from anywhere to anywhere.
 
     to, source: [ROWS] addresses. here: [ROWS], false: not this row. alignment: a number whose low
     four bits are 0 only where those of all addresses are: say, bases and strides of both, or'ed.
     """
     if ((alignment | num_bytes) & 15) == 0:
-        _copy_row_units(to, source, here, num_bytes, 16, TILE_BYTES)
+        _copy_row_units(to, source, here, num_bytes, 16)
     else:
-        _copy_row_units(to, source, here, num_bytes, 1, TILE_BYTES // 4)
+        _copy_row_units(to, source, here, num_bytes, 1)

@@ -21,13 +21,13 @@ import triton.language as tl
 from . import layout as at
 from .access import finish_writes, get, load32, load64, place, store32, store64
 from .arrivals import read_arrival, tell_all
-from .call import data_of, links_of, raise_flag, receive_of, send_of, signal, window_of
+from .call import data_of, forget_call, links_of, raise_flag, receive_of, send_of, signal, window_of
 from .copy import copy_rows
 from .handle import view_handle
 from .move_rows import end_of_segments, give_credit, part_of, run_put
 from .persistent import run_call
 
-_ROWS = tl.constexpr(4)
+_ROWS = tl.constexpr(8)  # at a time: a warp's or half a wave's each
 _CHOICES = tl.constexpr(32)  # the most that there are
 _EXPERT_LAYOUT = tl.constexpr(0)  # LayoutKind
 
@@ -130,7 +130,7 @@ def _ends_of_piece(call, rows, p, target_row, lands, goes, peers):
 
 
 @triton.jit
-def _move_tile(call, rows, forward, TILE_BYTES: tl.constexpr):
+def _move_tile(call, rows, forward):
     """Gather rows: payloads, weights, header; or take them to where their choices want them, to
     other ranks of the server too, once to each, where `forward` is not 0."""
     moe = get(call.args, at.ARGS_MOE)
@@ -170,16 +170,16 @@ def _move_tile(call, rows, forward, TILE_BYTES: tl.constexpr):
                 target_row = tl.where(own, get(entries, at.ENTRY_SLOT, own), target_row)
         for p in range(num_pieces):
             source, target, mask, num_bytes, alignment = _ends_of_piece(
-                call, rows, p, target_row, lands, goes, peers
+                forget_call(call), rows, p, target_row, lands, goes, peers
             )
             if tl.max(mask.to(tl.int32)) != 0:
-                copy_rows(target, source, mask, num_bytes, alignment, TILE_BYTES)
+                copy_rows(target, source, mask, num_bytes, alignment)
     if rows.gathers == 0:
-        _record_choices(call, rows, landed)
+        _record_choices(forget_call(call), rows, landed)
 
 
 @triton.jit
-def _move_run(call, item, first, target_row, num_rows, TILE_BYTES: tl.constexpr):
+def _move_run(call, item, first, target_row, num_rows):
     """Rows from number `first` on of the list that route made (pack, push), of the window (land,
     take) or of what has been received; the first of a pack or push goes to row target_row."""
     moe = get(call.args, at.ARGS_MOE)
@@ -221,7 +221,7 @@ def _move_run(call, item, first, target_row, num_rows, TILE_BYTES: tl.constexpr)
             moved=moved,
             gathers=gathers,
         )
-        _move_tile(call, rows, forward, TILE_BYTES)
+        _move_tile(forget_call(call), rows, forward)
 
 
 @triton.jit
@@ -245,7 +245,7 @@ def dispatch_rows(call, item, TILE_BYTES: tl.constexpr):
         if item.queue == at.QUEUE_RECEIVE:
             num_runs = num_runs * 0 + 1
             give_credit(call, item)
-            tell_all(call, item)
+            tell_all(forget_call(call), item)
         elif item.queue == at.QUEUE_LAND:
             num_runs = get(call.header, at.HEADER_GPUS_PER_SERVER)
         for k in range(num_runs):
@@ -258,11 +258,11 @@ def dispatch_rows(call, item, TILE_BYTES: tl.constexpr):
             else:
                 stream_row, first, num_rows = part_of(call, item, item.first_segment + k)
                 target_row = get(item.stream, at.STREAM_TARGET_ROW) + stream_row
-            _move_run(call, item, first, target_row, num_rows, TILE_BYTES)
+            _move_run(forget_call(call), item, first, target_row, num_rows)
         slot = get(item.stream, at.STREAM_SLOT)
         if item.queue == at.QUEUE_RECEIVE:
             if get(item.stream, at.STREAM_NUM_LINKS) != 0:
-                _signal_all(call, item)
+                _signal_all(forget_call(call), item)
         elif (item.queue <= at.QUEUE_PUSH) & (slot != at.NO_SLOT):
             signal(call, get(item.stream, at.STREAM_PEER), slot + item.chunk, 1)
 

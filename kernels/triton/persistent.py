@@ -22,7 +22,7 @@ import triton.language as tl
 
 from . import layout as at
 from .access import add_word, get, peek, place, put, store64
-from .call import open_call, posts_of, raise_flag
+from .call import forget_call, open_call, posts_of, raise_flag
 from .items import item_of, look
 from .pick import Idle, claim, first_runnable, pass_empty, start_idle, wait_a_little
 from .target import now_ns, store_release
@@ -70,7 +70,8 @@ def _leave(call):
 @triton.jit
 def run_call(ranks, blocks_per_rank, MOVE: tl.constexpr, TILE_BYTES: tl.constexpr):
     """One block of one rank. MOVE(call, item, TILE_BYTES): what an operation does with an item."""
-    call = open_call(ranks, blocks_per_rank)
+    opened = open_call(ranks, blocks_per_rank)
+    call = forget_call(opened)
     block = tl.program_id(0) % get(call.args, at.ARGS_NUM_BLOCKS)
     traced = get(call.args, at.ARGS_TRACE) != 0
     if block == 0:
@@ -79,6 +80,7 @@ def run_call(ranks, blocks_per_rank, MOVE: tl.constexpr, TILE_BYTES: tl.constexp
     claimed, since_ns, seen_of_all, looked, rounds = idle
     running = call.rank * 0 + 1
     while running != 0:
+        call = forget_call(opened)
         heads = look(call)
         if (heads.aborted != 0) | (tl.sum(heads.waiting + heads.empty) == 0):
             running = running * 0
@@ -90,6 +92,7 @@ def run_call(ranks, blocks_per_rank, MOVE: tl.constexpr, TILE_BYTES: tl.constexp
                 item = item_of(call, heads, queue)
                 since_ns = since_ns * 0
                 if claim(call, item) != 0:
+                    call = forget_call(opened)
                     begin_ns = since_ns
                     if traced:
                         begin_ns = now_ns()
@@ -99,4 +102,4 @@ def run_call(ranks, blocks_per_rank, MOVE: tl.constexpr, TILE_BYTES: tl.constexp
             else:
                 idle = Idle(claimed, since_ns, seen_of_all, looked, rounds)
                 claimed, since_ns, seen_of_all, looked, rounds = wait_a_little(call, heads, idle)
-    _leave(call)
+    _leave(forget_call(opened))

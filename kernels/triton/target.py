@@ -4,6 +4,7 @@
     drain()         each warp's or wave's stores are visible; before the block barrier of a signal
     acquired(value) of an acquire, its value; before the block barrier that hands it on
     store_release(address, value)   one thread: release at system scope, after a block barrier
+    forget(value)   the same, but compilers do not know: what is computed from it is computed anew
     now_ns()        a clock; equal on all threads
     pause(rounds)   of a wait that has gone on for so many rounds
 
@@ -33,6 +34,9 @@ if INTERPRETED:
         """One thread runs the whole program."""
 
     def acquired(value: tl.tensor) -> tl.tensor:
+        return value
+
+    def forget(value: tl.tensor) -> tl.tensor:
         return value
 
     def now_ns() -> tl.tensor:
@@ -87,6 +91,18 @@ else:
                 dtype=tl.int64,
                 is_pure=False,
                 pack=1,
+            )
+
+    @triton.jit
+    def forget(value):
+        # Compilers compute the address of every field once, before all loops, and keep it.
+        if target_name() == "cuda":
+            return tl.inline_asm_elementwise(
+                "// forget", "=l,0", [value], dtype=tl.int64, is_pure=False, pack=1
+            )
+        else:
+            return tl.inline_asm_elementwise(
+                "; forget", "=v,0", [value], dtype=tl.int64, is_pure=False, pack=1
             )
 
     @triton.jit
