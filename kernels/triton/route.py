@@ -7,10 +7,10 @@ Results are those of kernels/body/route.h, byte for byte, and so is the record, 
 Keys are experts, then servers, then ranks. Grids are exact: num_units, and keys rounded up to whole
 programs. Kernels follow each other in a stream, and no word is written by two programs of one.
 
-A program takes _POSITIONS choices at a time, of whole tokens. How many of them come before a choice
-follows from a comparison of all pairs; what came in the tiles before is in the unit's counts. Words
-of a unit that threads read from each other lie behind finish_writes: the counts, zeroed or read,
-then written; kNone in headers and map, then what is there.
+A program takes a tile of choices at a time (choices.py), which says how many of them come before a
+choice; what came in the tiles before is in the unit's counts. Words of a unit that several threads
+touch are parted by finish_writes: the counts, zeroed, or read and then written; kNone in headers
+and map, then what is there. (Kernels have one stage: loads stay behind the stores before them.)
 
 Example: top-k 2, 4 experts on 4 ranks of 2 servers, rank 0. A tile of tokens [0, 2], [3, 2]:
     position         0  1  2  3
@@ -26,124 +26,23 @@ Expert 2's count in the unit was 0 and becomes 2, written by position 3, after w
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 
 from . import layout as at
 from .access import finish_writes, load32, load64, place, store32, store64
+from .choices import POSITIONS, read_choices, set_of, size_of, tokens_at_once
 from .handle import view_handle
 
 KEYS_PER_PROGRAM = 32
 """Of the scan: its grid is the number of keys over this, rounded up."""
 
-_POSITIONS = tl.constexpr(32)  # of a tile; the largest top-k
 _KEYS = tl.constexpr(KEYS_PER_PROGRAM)
 _UNITS = tl.constexpr(32)  # that a scan takes at a time
 _WORDS = tl.constexpr(512)  # set to one value at a time
 _HEADER_WORDS = tl.constexpr(16)  # of each row's header, as above
 _EXPERT_LAYOUT = tl.constexpr(0)  # kExpertLayout
 _NO_BAD = tl.constexpr(2**63 - 1)  # above all positions; -1, which is ~0, in memory
-
-
-class Choices(NamedTuple):
-    """A tile's choices, tensors of [_POSITIONS]. Of a choice that is not routed (none, no expert's,
-    past the end) only `position`, `listed` and `expert` mean something.
-
-    Sets of positions are numbers: bit p says whether position p belongs to it.
-    """
-
-    position: tl.tensor  # in topk_idx
-    listed: tl.tensor  # it exists
-    expert: tl.tensor  # what topk_idx says
-    routed: tl.tensor
-    token: tl.tensor
-    choice: tl.tensor  # of its token
-    rank: tl.tensor
-    server: tl.tensor
-    same_expert: tl.tensor  # the set of choices that go to its expert
-    same_rank: tl.tensor
-    same_server: tl.tensor
-    before: tl.tensor  # the set of positions before it
-    tokens_before: tl.tensor  # the set of positions of tokens before its own
-    first_of_rank: tl.tensor  # no earlier choice of its token goes to this rank
-    first_of_server: tl.tensor  # nor to this server
-
-
-@triton.jit
-def _same(key, bits):
-    """For each position the set of those that have its key. key: of 32 bits."""
-    key = key.to(tl.uint32)
-    return tl.sum(tl.where(key[:, None] == key[None, :], bits[:, None], 0), axis=0)
-
-
-@triton.jit
-def _size(x):
-    """How many positions a set holds."""
-    x = x - ((x >> 1) & 0x55555555)
-    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
-    x = (x + (x >> 4)) & 0x0F0F0F0F
-    return ((x * 0x01010101) >> 24).to(tl.int64)
-
-
-@triton.jit
-def _tokens_at_once(topk):
-    """The tokens of a tile; 0 choices are as 1."""
-    columns = tl.maximum(topk, 1)
-    return (columns * 0 + _POSITIONS) // columns
-
-
-@triton.jit
-def _read_choices(topk_idx, idx_bytes, topk, owner, num_experts, gpus_per_server, first, last):
-    """The choices of tokens `first` on, before `last`, as many as a tile holds."""
-    here = tl.arange(0, _POSITIONS)
-    columns = tl.maximum(topk, 1)
-    token_here = here // columns
-    begin_here = token_here * columns
-    tokens = tl.minimum(_tokens_at_once(topk), last - first)
-    listed = token_here < tokens * tl.minimum(topk, 1)
-    token = first + token_here.to(tl.int64)
-    position = first * topk + here.to(tl.int64)
-    address = topk_idx + position * idx_bytes
-    is_narrow = position * 0 + idx_bytes == 4
-    narrow = tl.load(address.to(tl.pointer_type(tl.int32)), mask=listed & is_narrow, other=-1)
-    wide = load64(address, listed & ~is_narrow)
-    expert = tl.where(is_narrow, narrow.to(tl.int64), wide)
-    routed = listed & (expert >= 0) & (expert < num_experts)
-    rank = load32(owner + expert * 4, routed)
-    server = (rank.to(tl.int32) // gpus_per_server).to(tl.int64)
-    one = here * 0 + 1
-    bits = tl.where(routed, one << here, 0)
-    before = (one << here) - 1
-    tokens_before = (one << begin_here) - 1
-    same_rank = _same(rank, bits)
-    same_server = _same(server, bits)
-    of_token = before & ~tokens_before
-    return Choices(
-        position,
-        listed,
-        expert,
-        routed,
-        token,
-        (here - begin_here).to(tl.int64),
-        rank,
-        server,
-        _same(expert, bits),
-        same_rank,
-        same_server,
-        before,
-        tokens_before,
-        routed & ((same_rank & of_token) == 0),
-        routed & ((same_server & of_token) == 0),
-    )
-
-
-@triton.jit
-def _set_of(mask):
-    """The set of the positions where the mask is true."""
-    here = tl.arange(0, _POSITIONS)
-    return tl.sum(tl.where(mask, (here * 0 + 1) << here, 0), axis=0)
 
 
 @triton.jit
@@ -185,14 +84,14 @@ def fastkern_route_count(
     for key in range(0, num_keys, _WORDS):
         store64(counts + (key + words) * 8, words * 0, key + words < num_keys)
     finish_writes()
-    one = tl.full((_POSITIONS,), 1, tl.int64)
-    first_bad = tl.full((_POSITIONS,), _NO_BAD, tl.int64)
+    one = tl.full((POSITIONS,), 1, tl.int64)
+    first_bad = tl.full((POSITIONS,), _NO_BAD, tl.int64)
     last = _unit_begin(num_tokens, num_units, unit + 1)
-    for first in range(_unit_begin(num_tokens, num_units, unit), last, _tokens_at_once(topk)):
-        c = _read_choices(
+    for first in range(_unit_begin(num_tokens, num_units, unit), last, tokens_at_once(topk)):
+        c = read_choices(
             topk_idx, idx_bytes, topk, owner, num_experts, gpus_per_server, first, last
         )
-        wrong = c.listed & (c.expert != -1) & ~c.routed
+        wrong = (c.expert != -1) & ~c.routed
         first_bad = tl.minimum(first_bad, tl.where(wrong, c.position, _NO_BAD))
         _add(counts + c.expert * 8, one, c.routed)
         _add(counts + (num_experts + c.server) * 8, one, c.first_of_server)
@@ -313,15 +212,17 @@ def fastkern_route_fill(
     for first in range(first_token * map_words, last * map_words, _WORDS):
         word = first + words
         store32(memory.token_map + word * 4, words * 0 + at.NONE, word < last * map_words)
-    for first in range(first_token, last, _tokens_at_once(topk)):
-        c = _read_choices(
+    for first in range(first_token, last, tokens_at_once(topk)):
+        c = read_choices(
             topk_idx, idx_bytes, topk, owner, num_experts, gpus_per_server, first, last
         )
-        of_expert = load64(counts + c.expert * 8, c.routed) + _size(c.same_expert & c.before)
-        tokens = _set_of(c.first_of_rank) & c.tokens_before
-        of_rank = load64(counts + (first_rank + c.rank) * 8, c.routed) + _size(c.same_rank & tokens)
-        tokens = _set_of(c.first_of_server) & c.tokens_before
-        of_server = load64(counts + (num_experts + c.server) * 8, c.routed) + _size(
+        of_expert = load64(counts + c.expert * 8, c.routed) + size_of(c.same_expert & c.before)
+        tokens = set_of(c.first_of_rank) & c.tokens_before
+        of_rank = load64(counts + (first_rank + c.rank) * 8, c.routed) + size_of(
+            c.same_rank & tokens
+        )
+        tokens = set_of(c.first_of_server) & c.tokens_before
+        of_server = load64(counts + (num_experts + c.server) * 8, c.routed) + size_of(
             c.same_server & tokens
         )
         slot = load32(slots + c.expert * slot_stride, c.routed)
