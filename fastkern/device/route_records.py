@@ -24,8 +24,8 @@ from .records import ROUTE_ARGS, new_record
 from .virtual_kernels import Kernels
 
 # By driver.Driver.kernels: tokens of a unit where there are not too many units, and their most.
-TOKENS_PER_UNIT = {"cxx": 8, "triton": 64}
-_MOST_UNITS = {"cxx": 1024, "triton": 256}
+TOKENS_PER_UNIT = {"cxx": 8, "triton": 16}
+_MOST_UNITS = {"cxx": 1024, "triton": 512}
 
 
 def num_units(num_tokens: int, kernels: str) -> int:

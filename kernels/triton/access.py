@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from . import layout as at
-from .target import acquired, drain, store_release
+from .target import acquired, drain
 
 _WIDTH_BITS = tl.constexpr(at.WIDTH_BITS)
 _WIDTHS = tl.constexpr((1 << at.WIDTH_BITS) - 1)
@@ -111,17 +111,20 @@ def add_word(address, value, mask=None):
 
 @triton.jit
 def swap_if(address, expected, desired):
-    """Compare and swap; returns what the words were."""
-    if address.type.is_block():
-        pointer = address.to(tl.pointer_type(tl.int64))
-        zero = address * 0
-        return tl.atomic_cas(pointer, zero + expected, zero + desired, sem="acq_rel", scope="sys")
-    else:  # a tensor of one: of a scalar Triton 3.6 ignores the scope on HIP
-        one = address + tl.arange(0, 1).to(tl.int64)
-        pointer = one.to(tl.pointer_type(tl.int64))
-        zero = one * 0
-        old = tl.atomic_cas(pointer, zero + expected, zero + desired, sem="acq_rel", scope="sys")
-        return tl.max(old)
+    """Compare and swap words of this device; returns what the words were.
+
+    With Triton 3.6 on HIP a scalar's scope is the device; and of a tensor smaller than the block
+    each element is swapped by several threads, so that results may say what the first one stored.
+    """
+    pointer = address.to(tl.pointer_type(tl.int64))
+    zero = address * 0
+    return tl.atomic_cas(pointer, zero + expected, zero + desired, sem="acq_rel", scope="sys")
+
+
+@triton.jit
+def swap_far(address, expected, desired):
+    """Compare and swap a word of any rank that never becomes `expected` again."""
+    swap_if(address + tl.arange(0, 1).to(tl.int64), expected, desired)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from . import layout as at
-from .access import acquire, finish_writes, get, load64, place, swap_if
+from .access import acquire, finish_writes, get, load64, place, swap_far
 from .target import forget, store_release
 
 _COUNT_LANES = tl.constexpr(1024)  # at least a block's threads
@@ -184,7 +184,7 @@ def raise_abort(call, word):
     """Tell every rank to leave. The words of all name the same origin: the first to reach rank 0's,
     whoever copies it on."""
     home = place(control_of(call, call.rank * 0), at.CONTROL_ABORT)
-    swap_if(home, 0, word)
+    swap_far(home, 0, word)
     first = acquire(home)
     for rank in range(get(call.header, at.HEADER_NUM_RANKS)):
-        swap_if(place(control_of(call, call.rank * 0 + rank), at.CONTROL_ABORT), 0, first)
+        swap_far(place(control_of(call, call.rank * 0 + rank), at.CONTROL_ABORT), 0, first)

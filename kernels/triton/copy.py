@@ -78,9 +78,9 @@ def _copy_row_units(to, source, here, num_bytes, UNIT: tl.constexpr):
     """Addresses and num_bytes are multiples of UNIT: 16 or 1 bytes.
 
     A tile is so wide that a warp covers a row of it: a thread holds the addresses of one row, and
-    has four vectors on their way.
+    has four vectors, or bytes, on their way.
     """
-    COLUMNS: tl.constexpr = 128  # words; or bytes
+    COLUMNS: tl.constexpr = 128 if UNIT == 16 else 32  # words; or bytes
     if UNIT == 16:
         to_rows = tl.multiple_of(to.to(tl.pointer_type(tl.int32)), [16])[:, None]
         from_rows = tl.multiple_of(source.to(tl.pointer_type(tl.int32)), [16])[:, None]
