@@ -165,6 +165,7 @@ def signal(call, rank, slot, value):
 def claims_of_all(call):
     """Claims of all ranks: changes while any of them gets on. Reads the peers' words, by plain
     loads, one or more for each thread, and a sum over all threads."""
+    acquire(place(call.control, at.CONTROL_ABORT))  # none from a cache, where volatile is ignored
     num_words = get(call.header, at.HEADER_NUM_RANKS) * at.NUM_QUEUES
     controls = get(call.args, at.ARGS_CONTROLS)
     lane = tl.arange(0, _COUNT_LANES).to(tl.int64)
