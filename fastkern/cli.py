@@ -194,6 +194,12 @@ def tune(
         str,
         typer.Option(help="auto: the GPU that PyTorch sees; cuda, hip; host: the CPU, for a try."),
     ] = "auto",
+    backend: Annotated[
+        str,
+        typer.Option(
+            help="Kernels to measure: those in C++ (auto), or triton; blocks, lanes, tiles."
+        ),
+    ] = "auto",
     device: Annotated[int, typer.Option(min=0, help="Number of the device.")] = 0,
     servers: _Servers = 2,
     ranks_per_server: _RanksPerServer = 2,
@@ -207,6 +213,9 @@ def tune(
     blocks: Annotated[str, typer.Option(help="Numbers of blocks per rank to try: 1,2,...")] = "",
     lanes: Annotated[str, typer.Option(help="Lanes of a block to try: 256,512,...")] = "",
     chunks: Annotated[str, typer.Option(help="Bytes that puts are cut into: 32K,128K,...")] = "",
+    tiles: Annotated[
+        str, typer.Option(help="Bytes that a block moves at a time, of triton: 8K,16K,...")
+    ] = "",
     rounds: Annotated[int, typer.Option(min=1, help="Measures of each candidate.")] = 9,
     output: Annotated[
         Optional[Path],  # noqa: UP045
@@ -230,6 +239,8 @@ def tune(
     try:
         if driver not in ("auto", "cuda", "hip", "host"):
             raise ValueError(f"driver must be auto, cuda, hip or host, not {driver!r}")
+        if backend not in ("auto", "triton"):
+            raise ValueError(f"backend must be auto or triton, not {backend!r}")
         if transport not in MAKERS:
             raise ValueError(f"transport must be one of {', '.join(MAKERS)}, not {transport!r}")
         path = output or read_profile_path()[0]
@@ -242,10 +253,12 @@ def tune(
             num_blocks=_numbers("blocks", blocks),
             num_lanes=_numbers("lanes", lanes),
             chunk_bytes=_numbers("chunks", chunks),
+            tile_bytes=_numbers("tiles", tiles),
             rounds=rounds,
         )
         wanted = None if driver == "auto" else driver
-        run_tune(wanted, device, transport, options, path, Console())
+        kernels = "triton" if backend == "triton" else "cxx"
+        run_tune(wanted, device, transport, options, path, Console(), kernels)
     except (ValueError, FastkernError) as error:
         raise _fail("tune", error) from None
 

@@ -8,10 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from fastkern import AgreementError, Communicator
+from fastkern.device.driver import DeviceProperties
 from fastkern.device.host_driver import HostDriver
+from fastkern.tuning.choose import choose_parameters
 from fastkern.tuning.profile import Profile, SizeRule, format_profiles
 from tests.device.communicators import device_communicator, message
 from tests.processes import Pool
@@ -24,6 +27,31 @@ RULES = {
 }
 HOST = Profile(architecture="host", transport="shm", num_blocks=3, num_lanes=2, chunk_bytes=96)
 BY_SIZE = Profile(**{**vars(HOST), "operations": RULES})
+
+
+def test_the_kernels_in_triton(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their own defaults, profiles and limits."""
+    h200 = DeviceProperties("NVIDIA H200", "sm_90", 132, 1024, 1 << 37)
+    monkeypatch.setenv("FASTKERN_PROFILE", "built-in")
+    chosen = choose_parameters("peer", h200, None, "triton")
+    assert (chosen.num_lanes, chosen.tile_bytes, chosen.blocks.most) == (256, 16384, 22)
+    assert choose_parameters("peer", h200, None).num_lanes == 512
+    few = DeviceProperties("a CPU", "host", 4, 2, 1 << 30)
+    assert choose_parameters("peer", few, None, "triton").num_lanes == 2
+    path = tmp_path / "tuning.json"
+    path.write_text(
+        format_profiles(
+            [
+                Profile(architecture="sm_90", num_lanes=1024, num_blocks=3),
+                Profile(num_lanes=1024, tile_bytes=4096, num_blocks=5, kernels="triton"),
+            ]
+        )
+    )
+    monkeypatch.setenv("FASTKERN_PROFILE", str(path))
+    chosen = choose_parameters("peer", h200, None, "triton")
+    assert (chosen.num_lanes, chosen.tile_bytes, chosen.blocks.most) == (1024, 4096, 5)
+    with pytest.raises(ValueError, match=r"num_lanes is 1024 for sm_90 .*at most 512"):
+        choose_parameters("peer", h200, None)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,14 @@ MEASURED = Profile(
     chunk_bytes=1 << 16,
     operations=RULES,
 )
+TRITON = Profile(
+    architecture="sm_90",
+    transport="peer",
+    num_blocks=16,
+    num_lanes=128,
+    kernels="triton",
+    tile_bytes=8192,
+)
 
 
 def schema() -> Any:
@@ -56,10 +65,34 @@ def is_of_schema(content: Any) -> bool:
 
 def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     jsonschema.Draft202012Validator.check_schema(schema())
-    profiles = [MEASURED, Profile(), Profile(architecture="host", num_blocks=3)]
+    profiles = [MEASURED, Profile(), Profile(architecture="host", num_blocks=3), TRITON]
     text = format_profiles(profiles)
     assert parse_profiles(text) == profiles
     assert is_of_schema(json.loads(text))
+    fields = [set(profile) for profile in json.loads(text)["profiles"]]
+    assert fields[3] - fields[0] == {"kernels", "tile_bytes"}  # earlier releases read the others
+
+
+def test_kernels_have_profiles_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the order and the key: a profile of other kernels never counts."""
+    path = tmp_path / "tuning.json"
+    monkeypatch.setenv("FASTKERN_PROFILE", str(path))
+    where = ("sm_90", "NVIDIA H200", "peer")
+    cxx = replace(TRITON, kernels="cxx", tile_bytes=None, num_blocks=2)
+    save_profile(path, TRITON)
+    found, source = find_profile(*where)
+    assert (found.kernels, source) == ("cxx", BUILT_IN)
+    save_profile(path, cxx)
+    assert find_profile(*where) == (cxx, str(path))
+    assert find_profile(*where, kernels="triton") == (TRITON, str(path))
+    changed = replace(TRITON, tile_bytes=4096)
+    save_profile(path, changed)
+    assert read_profiles(path) == [cxx, changed]
+    save_profile(path, replace(cxx, architecture="gfx942"))
+    monkeypatch.setenv("FASTKERN_PROFILE", "built-in")
+    assert find_profile(*where, kernels="triton")[0].kernels == "triton"
 
 
 def test_what_is_built_in_is_a_guess_and_says_so() -> None:
@@ -105,6 +138,24 @@ BAD: dict[str, tuple[Edit, str, bool]] = {
     "blocks by truth": (set_("num_blocks", True), f"{_AT}.num_blocks must be", True),
     "half a lane": (set_("num_lanes", 0.5), f"{_AT}.num_lanes must be", True),
     "lanes in words": (set_("num_lanes", "many"), f"{_AT}.num_lanes must be", True),
+    "other kernels": (set_("kernels", "ptx"), f"{_AT}.kernels must be one of cxx, triton", True),
+    "kernels by number": (set_("kernels", 1), f"{_AT}.kernels must be one of", True),
+    "tiles in C++": (set_("tile_bytes", 4096), f"{_AT}.tile_bytes must be null: only", True),
+    "lanes of no block": (
+        lambda w: w["profiles"][0].update(kernels="triton", num_lanes=96),
+        f"{_AT}.num_lanes must be a power of two",
+        True,
+    ),
+    "an odd tile": (
+        lambda w: w["profiles"][0].update(kernels="triton", tile_bytes=4097),
+        f"{_AT}.tile_bytes must be a power of two from 16",
+        True,
+    ),
+    "a small tile": (
+        lambda w: w["profiles"][0].update(kernels="triton", tile_bytes=8),
+        f"{_AT}.tile_bytes must be a power of two from 16",
+        True,
+    ),
     "no chunk": (set_("chunk_bytes", 0), f"{_AT}.chunk_bytes must be", True),
     "a huge chunk": (set_("chunk_bytes", 1 << 63), f"{_AT}.chunk_bytes must be", True),
     "no architecture": (set_("architecture", " "), f"{_AT}.architecture must be", True),

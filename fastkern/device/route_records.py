@@ -8,7 +8,6 @@ or KEYS_PER_PROGRAM keys: 4096 tokens are 512 units of 8 tokens in C++, 8 blocks
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -83,16 +82,15 @@ def launch_route(
 ) -> None:
     """Start a kernel of route for so many units, or keys."""
     lanes = kernels.lanes_of(kernel, 0)
-    per_block = lanes if driver.kernels == "cxx" else _per_program(kernel)
+    per_block = lanes
+    if driver.kernels == "triton":
+        per_block = _keys_per_program() if kernel == "fastkern_route_scan" else 1
     function = kernels.get(kernel, lanes)
     driver.launch(function, -(-num_items // per_block), lanes, stream, args.tobytes())
 
 
-@functools.cache
-def _per_program(kernel: str) -> int:
-    """Items of a block of a kernel in Triton."""
-    if kernel != "fastkern_route_scan":
-        return 1
+def _keys_per_program() -> int:
+    """Of the scan in Triton."""
     from ..kernels.triton.route import KEYS_PER_PROGRAM
 
-    return int(getattr(KEYS_PER_PROGRAM, "value", KEYS_PER_PROGRAM))
+    return int(KEYS_PER_PROGRAM)

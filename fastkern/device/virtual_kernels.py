@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..tuning.choose import TILE_BYTES_BY_DEFAULT
+from ..tuning.choose import MOST_LANES, TILE_BYTES_BY_DEFAULT
+from ..tuning.profile import LEAST_TILE_BYTES, MOST_TILE_BYTES
 from .compile import compile_entry
 from .driver import Driver
 from .sources import image_name
@@ -40,10 +41,8 @@ PERSISTENT = (
 _STATIC = ("fastkern_static_direct", "fastkern_static_enter")
 # Lanes that step together (warp, wave): kernels that move rows or records run on whole ones.
 TEAM_LANES = {"cuda": 32, "hip": 64}
-MOST_LANES = {"cxx": 512, "triton": 1024}
 # Of route in C++ a lane does a unit or a key by itself: blocks on many processors, not large ones.
 _ROUTE_LANES = {"cxx": 64, "triton": 128}
-MOST_TILE_BYTES = 1 << 17
 
 Load = Callable[[str, int], bytes]
 
@@ -56,9 +55,10 @@ def default_load(
     tile_bytes: what a block of a kernel in Triton moves at a time, a power of two. Raises
     ValueError naming it.
     """
-    if not 16 <= tile_bytes <= MOST_TILE_BYTES or tile_bytes & tile_bytes - 1:
+    if not LEAST_TILE_BYTES <= tile_bytes <= MOST_TILE_BYTES or tile_bytes & tile_bytes - 1:
         raise ValueError(
-            f"tile_bytes must be a power of two from 16 to {MOST_TILE_BYTES}, not {tile_bytes}"
+            f"tile_bytes must be a power of two from {LEAST_TILE_BYTES} to {MOST_TILE_BYTES}, not "
+            f"{tile_bytes}"
         )
 
     def load(entry: str, num_lanes: int) -> bytes:
@@ -82,16 +82,17 @@ def is_triton(driver: Driver, entry: str) -> bool:
     return driver.kernels == "triton" and entry != "static"
 
 
-def check_lanes(driver: Driver, num_lanes: int) -> None:
-    """Raise ValueError for lanes that a kernel which moves rows cannot have on this device: whole
-    warps or waves, of the kernels in Triton a power of two of them, and not too many. The
-    interpreter has no lanes."""
-    most, team = MOST_LANES[driver.kernels], TEAM_LANES.get(driver.target)
-    if team is None:
+def check_lanes(target: str, kernels: str, num_lanes: int) -> None:
+    """Raise ValueError for lanes that a kernel which moves rows cannot have: on a GPU whole warps
+    or waves, of the kernels in Triton a power of two of them, and not too many."""
+    team, most = TEAM_LANES.get(target), MOST_LANES[kernels]
+    if team is None:  # the host's teams are its own, and the interpreter has no lanes
         return
-    if num_lanes < 1 or num_lanes % team:
-        raise ValueError(f"num_lanes must be a multiple of {team}, not {num_lanes}")
-    if driver.kernels == "triton" and (num_lanes & num_lanes - 1 or num_lanes > most):
+    if kernels == "cxx":
+        if num_lanes < 1 or num_lanes % team:
+            raise ValueError(f"num_lanes must be a multiple of {team}, not {num_lanes}")
+        return
+    if not team <= num_lanes <= most or num_lanes & num_lanes - 1:
         raise ValueError(
             f"num_lanes must be {team} times a power of two, at most {most}, for the kernels in "
             f"Triton, not {num_lanes}"
@@ -134,7 +135,7 @@ class Kernels:
         or are not such as the kernel must have, see `check_lanes`.
         """
         if name in (*PERSISTENT, *_STATIC):
-            check_lanes(self._driver, num_lanes)
+            check_lanes(self._driver.target, self._driver.kernels, num_lanes)
         key = name, self._compiled_lanes(name, num_lanes)
         if key not in self._functions:
             function = self._driver.function(self.module_of(name, num_lanes), name)

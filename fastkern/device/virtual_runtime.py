@@ -14,12 +14,12 @@ from ..errors import FastkernError
 from ..planner import Policy, StageTable, Topology
 from ..planner.api import DEFAULT_CHUNK_BYTES, DEFAULT_CHUNK_SLOTS
 from ..planner.table import flag_slots
-from ..tuning.choose import TILE_BYTES_BY_DEFAULT, default_lanes
+from ..tuning.choose import MOST_LANES, TILE_BYTES_BY_DEFAULT, default_lanes
 from .driver import Driver, DriverError
 from .memory import SliceHeap
 from .records import CONTROL, TRACE_EVENT
 from .virtual_errors import control_record, launch_error
-from .virtual_kernels import MOST_LANES, Kernels, Load, default_load
+from .virtual_kernels import Kernels, Load, default_load
 from .virtual_launch import CommonArgs, PreparedLaunch, epoch_after
 from .virtual_memory import Allocations, Copier
 

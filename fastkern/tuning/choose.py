@@ -18,6 +18,7 @@ log = logging.getLogger("fastkern")
 
 # By the kernels, see driver.Driver.
 LANES_BY_DEFAULT = {"cxx": 512, "triton": 256}
+MOST_LANES = {"cxx": 512, "triton": 1024}
 TILE_BYTES_BY_DEFAULT = 16384
 _HOST_LANES = 64  # of a block, on the host target
 _PROCESSORS_PER_BLOCK = 6
@@ -65,8 +66,8 @@ def choose_parameters(
     else:
         architecture, name = properties.architecture, properties.name
         usual = default_num_blocks(properties)
-        most_lanes = default_lanes(kernels, properties)
-    profile, source = find_profile(architecture, name, transport)
+        most_lanes = min(MOST_LANES[kernels], properties.most_lanes)
+    profile, source = find_profile(architecture, name, transport, kernels)
     log.info(
         "launch parameters for %s (%s) over %s: %s, %s",
         architecture,
@@ -77,7 +78,7 @@ def choose_parameters(
     )
     lanes = profile.num_lanes
     if lanes is None:
-        lanes = 1 if properties is None else most_lanes
+        lanes = 1 if properties is None else default_lanes(kernels, properties)
     if lanes > most_lanes:
         raise ValueError(
             f"tuning profile {source}: num_lanes is {lanes} for {architecture} over {transport}, "
@@ -91,4 +92,4 @@ def choose_parameters(
         )
     chunk = profile.chunk_bytes
     defaults = {} if chunk is None else {"chunk_bytes": chunk}
-    return LaunchParameters(blocks, lanes, TILE_BYTES_BY_DEFAULT, defaults)
+    return LaunchParameters(blocks, lanes, profile.tile_bytes or TILE_BYTES_BY_DEFAULT, defaults)

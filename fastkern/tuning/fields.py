@@ -70,11 +70,18 @@ class Place:
             raise self.wrong(f"a whole number from {least} to {most}")
         return int(self.value)
 
-    def power_of_two(self, most: int) -> int:
+    def power_of_two(self, most: int, least: int = 1) -> int:
         """1, 2, 4, ..."""
-        if type(self.value) is not int or not 1 <= self.value <= most or self.value.bit_count() > 1:
-            raise self.wrong(f"a power of two from 1 to {most}")
-        return int(self.value)
+        value = self.value
+        if type(value) is not int or not least <= value <= most or value.bit_count() > 1:
+            raise self.wrong(f"a power of two from {least} to {most}")
+        return int(value)
+
+    def one_of(self, texts: Sequence[str]) -> str:
+        """One of these strings."""
+        if self.value not in texts:
+            raise self.wrong(f"one of {', '.join(texts)}")
+        return str(self.value)
 
     def time(self) -> str:
         """A time with its zone, as ISO 8601 has it."""

@@ -7,7 +7,9 @@
         "operations": {"dispatch": [{"up_to_bytes": 65536, "num_blocks": 4}]}}]}
 
 A null of a parameter leaves it to the runtime; a null of architecture, transport or device_name
-stands for any. profile.schema.json says the same to tools; here is what is read and refused.
+stands for any. A profile for the kernels in Triton has "kernels": "triton", and may have
+"tile_bytes"; others are for those in C++. profile.schema.json says the same to tools; here is what
+is read and refused.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ OPERATIONS = ("all_to_all_single", "dispatch", "combine")
 MOST_BLOCKS = 1024
 MOST_LANES = 1024
 MOST_BYTES = 1 << 62
+KERNELS = ("cxx", "triton")
+LEAST_TILE_BYTES, MOST_TILE_BYTES = 16, 1 << 17
 
 
 @dataclass(frozen=True)
@@ -42,8 +46,9 @@ class Profile:
     architecture ("sm_90", "gfx942", "host"), transport, device_name (as the driver has it): what it
     is for; None: any. measured: else it is a guess. measured_with, measured_at: how and when, ISO
     8601. num_blocks: of a launch, where no rule says otherwise. num_lanes: of a block. chunk_bytes:
-    size that puts are cut into. None: the runtime's default. operations: rules by operation, sizes
-    ascending; the first that a call fits in counts.
+    size that puts are cut into. tile_bytes: that a block moves at a time. None: the runtime's
+    default. operations: rules by operation, sizes ascending; the first that a call fits in counts.
+    kernels: those that it is for, see device.driver.Driver; only those in Triton have tiles.
     """
 
     architecture: str | None = None
@@ -56,11 +61,17 @@ class Profile:
     num_lanes: int | None = None
     chunk_bytes: int | None = None
     operations: Mapping[str, tuple[SizeRule, ...]] = field(default_factory=dict)
+    kernels: str = "cxx"
+    tile_bytes: int | None = None
 
     @property
     def key(self) -> tuple[str | None, str | None, str | None]:
-        """What it is for."""
+        """The device that it is for."""
         return self.architecture, self.device_name, self.transport
+
+    def replaces(self, other: Profile) -> bool:
+        """Whether both are for the same device and kernels."""
+        return (self.key, self.kernels) == (other.key, other.kernels)
 
     def blocks_of(self, op: str, num_bytes: int) -> int | None:
         """Blocks of a call of an operation in which a rank gives or gets so many bytes."""
@@ -75,8 +86,10 @@ class Profile:
         return max([self.num_blocks or default, *rules])
 
     def to_json(self) -> dict[str, Any]:
-        """As the file has it."""
+        """As the file has it, and earlier releases read it."""
         made = dict(vars(self))
+        if self.kernels == "cxx":
+            del made["kernels"], made["tile_bytes"]
         made["operations"] = {
             op: [dict(vars(rule)) for rule in rules] for op, rules in self.operations.items()
         }
@@ -96,13 +109,13 @@ def parse_profiles(text: str) -> list[Profile]:
     if type(version) is not int or version != VERSION:
         raise FieldError(f"version is {version!r}, this fastkern reads version {VERSION}")
     whole.fields(("format", "version", "profiles"))
-    profiles: dict[Any, Profile] = {}
+    profiles: list[Profile] = []
     for place in whole.field("profiles").items():
         profile = _profile(place)
-        if profile.key in profiles:
+        if any(profile.replaces(other) for other in profiles):
             raise FieldError(f"{place.path} is for the same device and transport as one before it")
-        profiles[profile.key] = profile
-    return list(profiles.values())
+        profiles.append(profile)
+    return profiles
 
 
 def format_profiles(profiles: Sequence[Profile]) -> str:
@@ -118,7 +131,10 @@ _NOTES = ("measured_with", "measured_at")
 
 
 def _profile(place: Place) -> Profile:
-    place.fields((*_KEYS, *_PARAMETERS), (*_NOTES, "operations"))
+    place.fields((*_KEYS, *_PARAMETERS), (*_NOTES, "operations", "kernels", "tile_bytes"))
+    kernels = place.field("kernels").optional(lambda p: p.one_of(KERNELS)) or "cxx"
+    if kernels == "cxx" and place.value.get("tile_bytes") is not None:
+        raise place.field("tile_bytes").wrong("null: only kernels in Triton have tiles")
     measured = place.field("measured").truth()
     for name in _NOTES:
         if measured and place.value.get(name) is None:
@@ -131,9 +147,15 @@ def _profile(place: Place) -> Profile:
         measured_with=place.field("measured_with").optional(Place.text),
         measured_at=place.field("measured_at").optional(Place.time),
         num_blocks=place.field("num_blocks").optional(lambda p: p.whole(1, MOST_BLOCKS)),
-        num_lanes=place.field("num_lanes").optional(lambda p: p.whole(1, MOST_LANES)),
+        num_lanes=place.field("num_lanes").optional(
+            lambda p: p.whole(1, MOST_LANES) if kernels == "cxx" else p.power_of_two(MOST_LANES)
+        ),
         chunk_bytes=place.field("chunk_bytes").optional(lambda p: p.whole(1, MOST_BYTES)),
         operations=place.field("operations").optional(_operations) or {},
+        kernels=kernels,
+        tile_bytes=place.field("tile_bytes").optional(
+            lambda p: p.power_of_two(MOST_TILE_BYTES, LEAST_TILE_BYTES)
+        ),
     )
 
 

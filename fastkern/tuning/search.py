@@ -17,6 +17,7 @@ import numpy as np
 from ..device.driver import Driver
 from ..device.virtual_cluster import VirtualCluster, VirtualOptions
 from .calls import PreparedCall, prepared_call
+from .choose import TILE_BYTES_BY_DEFAULT
 from .search_space import SearchOptions, SearchSpace, Shape
 
 _FLUSH_BYTES = 256 << 20  # more than the L2 of any GPU
@@ -52,10 +53,12 @@ def measure(
             cluster = VirtualCluster(
                 driver,
                 options.topology,
-                max(space.blocks[shape.num_lanes]),
+                max(space.blocks[shape.compiled]),
                 shape.num_lanes,
                 options=VirtualOptions(
-                    chunk_bytes=shape.chunk_bytes, progress_timeout_s=_TIMEOUT_S
+                    chunk_bytes=shape.chunk_bytes,
+                    progress_timeout_s=_TIMEOUT_S,
+                    tile_bytes=shape.tile_bytes or TILE_BYTES_BY_DEFAULT,
                 ),
             )
             clusters[shape] = made.enter_context(cluster)
@@ -84,7 +87,7 @@ def _rounds(
     flush: Callable[[VirtualCluster], None],
 ) -> list[Measured]:
     op, size = call
-    candidates = [(shape, n) for shape in prepared for n in space.blocks[shape.num_lanes]]
+    candidates = [(shape, n) for shape in prepared for n in space.blocks[shape.compiled]]
     times: dict[_Candidate, list[float]] = {candidate: [] for candidate in candidates}
     order = random.Random(options.seed)
     for turn in range(options.warm_ups + options.rounds):

@@ -1,4 +1,4 @@
-"""From measures to a profile: which lanes and chunks for all calls, how many blocks for each."""
+"""From measures to a profile: lanes, tiles and chunks of all calls, how many blocks for each."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Chosen:
 def select(measures: Sequence[Measured]) -> Chosen:
     """The parameters to launch with.
 
-    Lanes and chunks are one choice for all calls: the one with the least geometric mean of times,
-    each with its best number of blocks. Blocks are chosen for each operation and size: the fewest
-    that take at most 3% longer than the best; the other processors are left to computing. Calls
-    larger than what was measured get the most of what the largest ones got.
+    Lanes, tiles and chunks are one choice for all calls: the one with the least geometric mean of
+    times, each with its best number of blocks. Blocks are chosen for each operation and size: the
+    fewest that take at most 3% longer than the best; the other processors are left to computing.
+    Calls larger than what was measured get the most of what the largest ones got.
     """
     by_call: dict[tuple[str, int], list[Measured]] = defaultdict(list)
     for measured in measures:

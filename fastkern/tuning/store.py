@@ -46,8 +46,10 @@ def user_file() -> Path | None:
     return path if path is not None and (named or path.exists()) else None
 
 
-def find_profile(architecture: str, device_name: str, transport: str) -> tuple[Profile, str]:
-    """The profile for a device, and where it is from.
+def find_profile(
+    architecture: str, device_name: str, transport: str, kernels: str = "cxx"
+) -> tuple[Profile, str]:
+    """The profile for a device and the kernels that it runs, and where it is from.
 
     Of the user's file, where one there is for it, else a built-in one. The most specific one wins:
     architecture before name of the device before transport. Raises ValueError for a file that
@@ -56,22 +58,23 @@ def find_profile(architecture: str, device_name: str, transport: str) -> tuple[P
     wanted = (architecture, device_name, transport)
     path = user_file()
     if path is not None:
-        found = _most_specific(read_profiles(path), wanted)
+        found = _most_specific(read_profiles(path), wanted, kernels)
         if found is not None:
             return found, str(path)
         log.info("%s has nothing for %s, %s over %s", path, *wanted)
-    found = _most_specific(built_in_profiles(), wanted)
+    found = _most_specific(built_in_profiles(), wanted, kernels)
     assert found is not None, "a built-in profile is for any device"
     return found, BUILT_IN
 
 
 def save_profile(path: Path, profile: Profile) -> None:
-    """Write a profile into a file, in the place of one for the same device; others stay.
+    """Write a profile into a file, in the place of one for the same device and kernels; others
+    stay.
 
     The file is whole at all times. Raises ValueError for one that cannot be read or written.
     """
     others = read_profiles(path) if path.exists() else []
-    kept = [other for other in others if other.key != profile.key]
+    kept = [other for other in others if not profile.replaces(other)]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
@@ -87,9 +90,13 @@ def save_profile(path: Path, profile: Profile) -> None:
         raise ValueError(f"tuning profile {path}: {error.strerror or error}") from None
 
 
-def _most_specific(profiles: Sequence[Profile], wanted: tuple[str, str, str]) -> Profile | None:
+def _most_specific(
+    profiles: Sequence[Profile], wanted: tuple[str, str, str], kernels: str
+) -> Profile | None:
     def fits(profile: Profile) -> bool:
-        return all(has in (None, want) for has, want in zip(profile.key, wanted, strict=True))
+        return profile.kernels == kernels and all(
+            has in (None, want) for has, want in zip(profile.key, wanted, strict=True)
+        )
 
     fitting = [profile for profile in profiles if fits(profile)]
     return max(fitting, key=lambda p: [part is not None for part in p.key], default=None)

@@ -16,7 +16,7 @@ from ..device.open_driver import open_driver
 from ..errors import DeviceUnavailableError
 from ..planner.api import DEFAULT_CHUNK_BYTES
 from ..version import __version__
-from .choose import default_num_blocks
+from .choose import TILE_BYTES_BY_DEFAULT, default_lanes, default_num_blocks
 from .profile import Profile
 from .search import Measured, measure
 from .search_space import SearchOptions, SearchSpace, Shape, search_space
@@ -46,16 +46,20 @@ def run_tune(
     options: SearchOptions,
     path: Path,
     console: Console,
+    kernels: str = "cxx",
 ) -> Profile:
     """Search, print what was found, and write it into the file at `path`.
 
     target: "cuda", "hip" or "host"; None: the GPU that PyTorch sees. transport: what the profile is
-    for. Raises ValueError, FastkernError or DeviceUnavailableError; the file is then as it was.
+    for. kernels: which are measured, see driver.Driver; those in Triton on a GPU alone. Raises
+    ValueError, FastkernError or DeviceUnavailableError; the file is then as it was.
     """
     if path.exists():
         read_profiles(path)  # a file that cannot be added to is found before the work
     driver = open_driver(target or find_target(), device)
     try:
+        if kernels == "triton":
+            driver = _with_triton(driver)
         properties = driver.properties()
         space = search_space(driver, options)
         ranks = f"{options.topology.servers} x {options.topology.gpus_per_server} ranks"
@@ -72,7 +76,8 @@ def run_tune(
             device_name=properties.name,
             measured=transport == "peer",  # which the virtual cluster stands for
             measured_with=(
-                f"fastkern {__version__} tune, {driver.target} driver, virtual cluster of {ranks} "
+                f"fastkern {__version__} tune, {driver.target} driver, "
+                f"{'kernels in Triton, ' if kernels == 'triton' else ''}virtual cluster of {ranks} "
                 f"on one device, medians of {options.rounds} interleaved rounds"
             ),
             measured_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -80,24 +85,39 @@ def run_tune(
             num_lanes=chosen.shape.num_lanes,
             chunk_bytes=chosen.shape.chunk_bytes,
             operations=chosen.operations,
+            kernels=kernels,
+            tile_bytes=chosen.shape.tile_bytes or None,
         )
     finally:
         driver.close()
     save_profile(path, profile)
     console.print(
-        f"{chosen.num_blocks} blocks at most, {chosen.shape.num_lanes} lanes, chunks of "
-        f"{chosen.shape.chunk_bytes} bytes: written to {path}",
+        f"{chosen.num_blocks} blocks at most, {chosen.shape}: written to {path}",
         soft_wrap=True,
     )
     return profile
+
+
+def _with_triton(driver: Driver) -> Driver:
+    """Raises ValueError where its ranks could not run at once, DeviceUnavailableError."""
+    from ..device.triton_driver import TritonDriver
+    from ..device.triton_library import interpreting
+
+    if driver.target == "host" or interpreting():
+        raise ValueError(
+            "backend triton is tuned on a GPU: its interpreter runs one block after the other"
+        )
+    return TritonDriver(driver)
 
 
 def table_of(driver: Driver, space: SearchSpace, measures: list[Measured], chosen: Chosen) -> Table:
     """What was chosen for each call, beside the untuned parameters where those were measured."""
     from rich.table import Table
 
-    usual = default_num_blocks(driver.properties())
-    untuned = (Shape(max(space.blocks), DEFAULT_CHUNK_BYTES), usual)
+    properties = driver.properties()
+    tile = 0 if driver.kernels == "cxx" else TILE_BYTES_BY_DEFAULT
+    shape = Shape(default_lanes(driver.kernels, properties), DEFAULT_CHUNK_BYTES, tile)
+    untuned = shape, default_num_blocks(properties)
     times = {(m.op, m.size, m.shape, m.num_blocks): m.median_us for m in measures}
     table = Table(title="Medians; links between devices are not in them")
     for name in ("operation", "MB per rank", "blocks", "us", "GB/s per rank", "untuned us"):

@@ -12,7 +12,7 @@ import itertools
 import json
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,9 +64,9 @@ class Graph:
 
 @dataclass
 class Module:
-    """kernels: bytes of each one's record, by name."""
+    """kernels: bytes of each one's parameters, by name."""
 
-    kernels: dict[str, int]
+    kernels: dict[str, list[int]]
 
 
 @dataclass
@@ -80,18 +80,19 @@ class Function:
 
 @dataclass
 class Launch:
-    """What a kernel was started with."""
+    """What a kernel was started with. record: its parameters, one behind the other."""
 
     name: str
     grid: int
     num_lanes: int
     stream: int
     record: bytes
+    shared_bytes: int = 0
 
 
-def image_of(**kernels: int) -> bytes:
-    """An image that the fakes load: bytes of the record by kernel."""
-    return json.dumps(kernels).encode()
+def image_of(**kernels: int | Sequence[int]) -> bytes:
+    """An image that the fakes load: by kernel, bytes of its one record, or of each parameter."""
+    return json.dumps({k: [n] if isinstance(n, int) else n for k, n in kernels.items()}).encode()
 
 
 @dataclass(eq=False)
@@ -274,15 +275,25 @@ class RecordedDevice:
             raise Fault("not found")
         return self.make(Function(module, name))
 
-    def launch(self, function: int, grid: int, num_lanes: int, stream: int, parameter: int) -> None:
-        """parameter: where the one record lies, which is read now, as drivers do."""
+    def launch(
+        self,
+        function: int,
+        grid: int,
+        num_lanes: int,
+        stream: int,
+        parameters: int,
+        shared_bytes: int,
+    ) -> None:
+        """parameters: an array with the address of each, which are read now, as drivers do."""
         found = self.get(Function, function)
         if not found.ready:
             raise AssertionError("launched before it was loaded")
-        if not 1 <= num_lanes <= 1024 or grid < 1 or not parameter:
+        if not 1 <= num_lanes <= 1024 or grid < 1 or shared_bytes > 48 << 10:
             raise Fault("invalid value")
-        num_bytes = self.get(Module, found.module).kernels[found.name]
-        start = Launch(found.name, grid, num_lanes, stream, ctypes.string_at(parameter, num_bytes))
+        read = b""
+        for k, num_bytes in enumerate(self.get(Module, found.module).kernels[found.name]):
+            read += ctypes.string_at(pointer_at(parameters + 8 * k), num_bytes)
+        start = Launch(found.name, grid, num_lanes, stream, read, shared_bytes)
         self.enqueue(stream, lambda: self.launches.append(start))
 
     def begin_capture(self, stream: int) -> None:
@@ -369,5 +380,8 @@ def check_types(name: str, kinds: str, arguments: tuple[Any, ...]) -> list[Any]:
 
 
 def pointer_at(address: int) -> int:
-    """The first of an array of pointers."""
-    return ctypes.c_void_p.from_address(address).value or 0
+    """One of an array of pointers. Raises Fault where it is null."""
+    found = ctypes.c_void_p.from_address(address).value
+    if not found:
+        raise Fault("invalid value")
+    return found

@@ -109,6 +109,22 @@ def test_the_record_is_passed_by_value() -> None:
     assert fake.launches == [Launch("fastkern_exchange", 21, 512, 0, record.tobytes())]
 
 
+def test_several_parameters_and_shared_memory() -> None:
+    fake = RecordedHip()
+    driver = HipDriver(0, fake)
+    function = driver.function(driver.load_module(image_of(kernel=[8, 4, 2])), "kernel")
+    arguments = bytes(range(16))
+    driver.launch(function, 3, 64, 0, arguments, 1024, offsets=(0, 12, 8))
+    read = bytes([*range(8), 12, 13, 14, 15, 8, 9])
+    assert fake.launches == [Launch("kernel", 3, 64, 0, read, 1024)]
+    assert driver.resident_blocks(function, 64, 1024) == 304
+    with pytest.raises(DriverError, match=r"hipModuleLaunchKernel: invalid value .*parameters at"):
+        driver.launch(function, 3, 64, 0, arguments, offsets=(0, 8, 16))
+    with pytest.raises(DriverError, match=r"hipModuleLaunchKernel: invalid value .*shared memory"):
+        driver.launch(function, 3, 64, 0, arguments, (48 << 10) + 1, offsets=(0, 8, 12))
+    assert len(fake.launches) == 1
+
+
 def test_another_current_device_is_put_aside() -> None:
     fake = RecordedHip()
     driver = HipDriver(1, fake)

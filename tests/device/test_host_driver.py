@@ -369,6 +369,12 @@ def test_launches_are_checked(driver: HostDriver, stream: int) -> None:
             driver.launch(function, grid, num_lanes, stream, arguments)
     with pytest.raises(DriverError, match="resident_blocks: invalid value"):
         driver.resident_blocks(function, 5)
+    with pytest.raises(DriverError, match=r"launch: invalid value .*shared memory"):
+        driver.launch(function, 1, 1, stream, arguments, shared_bytes=16)
+    with pytest.raises(DriverError, match=r"launch: invalid value .*parameters at"):
+        driver.launch(function, 1, 1, stream, arguments, offsets=(0, 8))
+    with pytest.raises(DriverError, match="resident_blocks: invalid value"):
+        driver.resident_blocks(function, 1, 16)
     assert driver.resident_blocks(function, 4) >= 64
     driver.unload_module(module)
     for call in (

@@ -11,10 +11,14 @@ import pytest
 from typer.testing import CliRunner
 
 from fastkern.cli import app
-from fastkern.device import virtual_kernels
+from fastkern.device import compile_triton, virtual_kernels
+from fastkern.device.cuda_driver import CudaDriver
 from fastkern.device.host_driver import HostDriver
 from fastkern.device.memory import release_leftovers
+from fastkern.device.triton_driver import TritonDriver
+from fastkern.device.triton_image import unpack_image
 from fastkern.device.virtual_cluster import VirtualCluster
+from fastkern.device.virtual_kernels import ENTRY_OF
 from fastkern.planner import Topology
 from fastkern.tuning import search
 from fastkern.tuning.calls import prepared_call
@@ -24,6 +28,8 @@ from fastkern.tuning.search_space import SearchOptions, Shape, search_space
 from fastkern.tuning.select import select
 from fastkern.tuning.store import find_profile, read_profiles
 from tests.demo_cases import command
+from tests.device.recording_cuda import RecordedCuda
+from tests.device.test_triton_driver import an_image
 
 KIB = 1 << 10
 
@@ -68,7 +74,7 @@ def test_candidates_that_do_not_fit_are_left_out(
     driver: SmallDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = search_space(driver, options(num_blocks=[16, 1, 8, 17], num_lanes=[1, 4, 2, 8]))
-    assert found.blocks == {1: (1, 8, 16), 4: (1,), 2: (1, 8)}
+    assert found.blocks == {(1, 0): (1, 8, 16), (4, 0): (1,), (2, 0): (1, 8)}
     assert set(found.left_out) == {
         "17 blocks of 1 lanes",
         *(f"{n} blocks of 4 lanes" for n in (8, 16, 17)),
@@ -76,13 +82,13 @@ def test_candidates_that_do_not_fit_are_left_out(
         *(f"{n} blocks of 8 lanes" for n in (1, 8, 16, 17)),  # of more than a block has
     }
     monkeypatch.setitem(virtual_kernels.TEAM_LANES, "host", 2)
-    assert list(search_space(driver, options(num_lanes=[1, 2, 3, 4])).blocks) == [2, 4]
+    assert list(search_space(driver, options(num_lanes=[1, 2, 3, 4])).blocks) == [(2, 0), (4, 0)]
 
 
 def test_candidates_of_a_device(driver: SmallDriver) -> None:
     found = search_space(driver, options(sizes=[]))
-    assert set(found.blocks) == {1, 2, 4}
-    for lanes, blocks in found.blocks.items():
+    assert set(found.blocks) == {(1, 0), (2, 0), (4, 0)}
+    for (lanes, _), blocks in found.blocks.items():
         assert list(blocks) == sorted(blocks)
         assert blocks[0] == 1
         assert 4 * blocks[-1] * lanes <= 64
@@ -108,12 +114,68 @@ def test_nothing_that_fits(driver: SmallDriver, ranks: int, given: dict[str, Any
         ("num_blocks", [1025]),
         ("num_lanes", [-1]),
         ("chunk_bytes", [0]),
+        ("tile_bytes", [24]),
+        ("tile_bytes", [8]),
+        ("tile_bytes", [1 << 18]),
         ("rounds", 0),
     ],
 )
 def test_what_cannot_be_searched(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"^{name} must be"):
         options(**{name: value})
+
+
+class TritonStandIn(SmallDriver):
+    """Kernels that look like those in Triton, whose tiles take lanes' registers; the C++ ones run.
+
+    A driver of target "host" in name: what a search asks of it is what it asks of a GPU.
+    """
+
+    kernels = "triton"
+
+    def load_module(self, image: bytes) -> Any:
+        module = super().load_module(image)
+        module.tile_bytes = unpack_image(image).constants.get("TILE_BYTES", 0) if image else 0
+        return module
+
+    def resident_blocks(self, function: Any, num_lanes: int) -> int:
+        assert function.module.tile_bytes in (64, 128)
+        return super().resident_blocks(function, num_lanes) * 64 // function.module.tile_bytes
+
+
+def test_candidates_of_the_kernels_in_triton() -> None:
+    """Lanes and tiles together: what fits is asked of kernels that are compiled for both."""
+    driver = TritonStandIn()
+    given = {"num_blocks": [1, 2, 8, 16], "num_lanes": [1, 2], "tile_bytes": [64, 128]}
+    found = search_space(driver, options(**given, chunk_bytes=[512, 1024]))
+    assert found.blocks == {
+        (1, 64): (1, 2, 8, 16),
+        (2, 64): (1, 2, 8),
+        (1, 128): (1, 2, 8),
+        (2, 128): (1, 2),
+    }
+    assert "16 blocks of 1 lanes and tiles of 128 bytes" in found.left_out
+    assert len(found.shapes) == 8
+    assert Shape(2, 1024, 128) in found.shapes
+    driver.close()
+    with pytest.raises(ValueError, match="kernels in C\\+\\+ have no tiles"):
+        search_space(SmallDriver(), options(tile_bytes=[64]))
+
+
+def test_candidates_of_a_gpu_with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default: the lanes and the tile that are usual, and those beside them."""
+    driver = TritonDriver(CudaDriver(0, RecordedCuda()))
+    asked = []
+
+    def load(entry: str, target: str, arch: str, num_lanes: int, constants: Any) -> bytes:
+        asked.append((entry, num_lanes, constants["TILE_BYTES"]))
+        return an_image("cuda", num_lanes, *[k for k, of in ENTRY_OF.items() if of == entry])
+
+    monkeypatch.setattr(compile_triton, "compile_triton", load)
+    found = search_space(driver, options())
+    lanes, tiles = (128, 256, 512), (8192, 16384, 32768)
+    assert list(found.blocks) == [(n, tile) for tile in tiles for n in lanes]
+    assert len(asked) == len(set(asked)) == 9 * 3
 
 
 # -- measuring -------------------------------------------------------------------------------------
@@ -249,6 +311,10 @@ def test_tune_writes_a_profile_that_is_then_read(
     ("arguments", "words"),
     [
         (("--driver", "gpu"), "driver must be auto, cuda, hip or host"),
+        (("--backend", "cuda"), "backend must be auto or triton, not 'cuda'"),
+        (("--backend", "triton"), "backend triton is tuned on a GPU"),
+        (("--tiles", "16K"), "tile_bytes: the kernels in C++ have no tiles"),
+        (("--tiles", "17K"), "tile_bytes must be powers of two"),
         (("--driver", "auto"), "sees no GPU; --driver host"),
         (("--sizes", "5K"), "sizes must be powers of two"),
         (("--sizes", "4K,,8K"), "sizes: '' is no whole number"),
