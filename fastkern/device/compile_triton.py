@@ -38,6 +38,10 @@ _KINDS = {4: "i32", 8: "i64"}  # of a record's fields
 # No pipelines: rows are written for others to see, and none are computed with. No contraction: sums
 # are the same bit by bit on every target.
 _OPTIONS = {"num_stages": 1, "enable_fp_fusion": False}
+_MOST_REGISTERS = (
+    168  # of a lane, on NVIDIA: left alone, ptxas rather spills than use more than 128
+)
+_REGISTERS = 65536  # of a multiprocessor
 
 
 def compile_triton(
@@ -93,7 +97,10 @@ def compile_triton(
         compiler=["triton", triton.__version__, *_tools(triton, found)],
         target=[target, arch],
         lanes=[str(num_lanes)],
-        options=[f"{name}={value}" for name, value in sorted(_OPTIONS.items())],
+        options=[
+            *(f"{name}={value}" for name, value in sorted(_OPTIONS.items())),
+            f"registers={_MOST_REGISTERS}",
+        ],
         constants=[f"{name}={value}" for name, value in given.items()],
         entry=[entry, *entries.ENTRIES[entry]],
         layout=[layout.DIGEST],
@@ -170,7 +177,11 @@ def _compile(
     signature = {field: _KINDS[record[field].itemsize] for field in fields}
     signature |= dict.fromkeys(constants, "constexpr")
     source = triton.compiler.ASTSource(fn=function, signature=signature, constexprs=constants)
-    made = triton.compile(source, target=target, options={"num_warps": warps, **_OPTIONS})
+    options = {"num_warps": warps, **_OPTIONS}
+    if target.backend == "cuda":
+        lanes = warps * target.warp_size
+        options["maxnreg"] = min(_MOST_REGISTERS, _REGISTERS // lanes // 8 * 8)
+    made = triton.compile(source, target=target, options=options)
     text, code = (made.asm[kind] for kind in _BINARIES[target.backend])
     _check_metadata(name, made.metadata, warps)
     parameters = read_parameters(target.backend, name, text)

@@ -1,8 +1,8 @@
 """What a proxy tells the ranks of its server of a chunk of a dispatch: Arrival records.
 
 For each chunk and local rank, in that rank's scratch: of each source the run of window rows that
-the chunk brings, and where this proxy wants their sums in a combine; and in its own handle, for each
-staging row and local rank, `touched`. See kernels/body/dispatch.h.
+the chunk brings, and where this proxy wants their sums in a combine; and in its own handle, for
+each staging row and local rank, `touched`. See kernels/body/dispatch.h.
 
 Example: a chunk with rows 0 to 2 of source 0 and row 3 of source 1; rows 0, 2 and 3 have choices on
 local rank 1, at window rows 10, 11 and 40; 5 partial rows have been given out before. Local rank 1

@@ -5,10 +5,10 @@ The row that moves: the parts of all payload tensors, the weights [K] if any, th
 (RowEntry[K]), each at a multiple of 16 bytes. See kernels/body/dispatch.h; who writes what beside
 the rows is in arrivals.py. Here a block moves ROWS rows at a time, a choice after the other.
 
-Example, 2 servers x 2 ranks, K = 2, two experts per rank: token 5 of rank 0 chooses experts 5 and 6,
-on ranks 2 and 3. Its row crosses once, 0 -> 2. Rank 2 finds choice 0 is its own and scatters the row
-into its slot; for choice 1 it copies the row to the window of rank 3, at the row that the header
-names, and tells rank 3. Rank 3 lands it.
+Example, 2 servers x 2 ranks, K = 2, two experts per rank: token 5 of rank 0 chooses experts 5 and
+6, on ranks 2 and 3. Its row crosses once, 0 -> 2. Rank 2 finds choice 0 is its own and scatters the
+row into its slot; for choice 1 it copies the row to the window of rank 3, at the row that the
+header names, and tells rank 3. Rank 3 lands it.
 """
 
 from __future__ import annotations

@@ -145,6 +145,5 @@ def move_rows(call, item, TILE_BYTES: tl.constexpr):
     if item.queue <= at.QUEUE_PUT:
         if slot != at.NO_SLOT:
             signal(call, get(item.stream, at.STREAM_PEER), slot + item.chunk, 1)
-    elif item.queue == at.QUEUE_RECEIVE:
-        if get(item.stream, at.STREAM_NUM_LINKS) != 0:
-            signal_destinations(call, item)
+    elif (item.queue == at.QUEUE_RECEIVE) & (get(item.stream, at.STREAM_NUM_LINKS) != 0):
+        signal_destinations(call, item)

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from . import layout as at
-from .access import add_word, get, peek, place, put, store64
+from .access import add_word, finish_writes, get, peek, place, put, store64
 from .call import forget_call, open_call, posts_of, raise_flag
 from .items import item_of, look
 from .pick import Idle, claim, first_runnable, pass_empty, start_idle, wait_a_little
@@ -58,13 +58,13 @@ def _leave(call):
     """The last block out makes the rank ready for the next call."""
     tl.debug_barrier()
     out = add_word(place(call.control, at.CONTROL_BLOCKS_OUT), 1)
-    if out + 1 == get(call.args, at.ARGS_NUM_BLOCKS):
-        if peek(place(call.control, at.CONTROL_ABORT)) == 0:
-            queue = tl.arange(0, at.NUM_QUEUES).to(tl.int64)
-            store64(place(call.control, at.CONTROL_TICKETS) + queue * 8, queue * 0)
-            store64(place(call.control, at.CONTROL_BLOCKS_OUT), call.rank * 0)
-            tl.debug_barrier()
-            store_release(place(call.control, at.CONTROL_EPOCH), call.epoch)
+    last = out + 1 == get(call.args, at.ARGS_NUM_BLOCKS)
+    if last & (peek(place(call.control, at.CONTROL_ABORT)) == 0):
+        queue = tl.arange(0, at.NUM_QUEUES).to(tl.int64)
+        store64(place(call.control, at.CONTROL_TICKETS) + queue * 8, queue * 0)
+        store64(place(call.control, at.CONTROL_BLOCKS_OUT), call.rank * 0)
+        finish_writes()
+        store_release(place(call.control, at.CONTROL_EPOCH), call.epoch)
 
 
 @triton.jit
