@@ -1,4 +1,4 @@
-"""Kernels in Triton run by its interpreter: in Python, on host memory, a program after the other."""
+"""Kernels in Triton run by its interpreter: Python, host memory, one program after the other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process that interprets kernels, shared by all tests of this folder."""
+"""Processes that interpret kernels, shared by all tests of this folder."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.conftest import SharedPools
+from tests.triton.communicators import InterpretingPools
 from tests.triton.interpreted import Interpreter
 
 
@@ -13,3 +15,11 @@ from tests.triton.interpreted import Interpreter
 def interpreter() -> Iterator[Interpreter]:
     with Interpreter() as process:
         yield process
+
+
+@pytest.fixture(scope="session")
+def interpreting_pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedPools]:
+    """Ranks as processes, by number."""
+    pools = InterpretingPools(tmp_path_factory)
+    yield pools
+    pools.close()

@@ -1,0 +1,138 @@
+"""Every operation with backend "triton", interpreted: ranks are processes that share memory, with
+real flags and credits; results are compared bit by bit.
+
+One program per rank, since the interpreter runs programs one after the other; what needs no other
+rank's program runs with several, too.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fastkern import Communicator, DeadlineError, WaitRecord
+from tests.conftest import SharedPools
+from tests.device.communicator_cases import call_once, check_step
+from tests.device.communicators import message
+from tests.reference import random_traffic
+from tests.test_runtime_failures import Failure, broken, failure_of
+from tests.triton.communicators import triton_communicator
+
+# Servers, and ranks of each.
+TOPOLOGIES = ((2, 2), (1, 3), (3, 1))
+POLICIES = {
+    "whole": torch.int16,
+    "split": torch.uint8,
+    "direct": torch.float64,
+    "spreadout": torch.bfloat16,
+}
+
+
+@pytest.fixture(params=TOPOLOGIES, ids=lambda t: f"{t[0]}x{t[1]}")
+def topology(request: pytest.FixtureRequest) -> tuple[int, int]:
+    return request.param  # type: ignore[no-any-return]
+
+
+def all_to_alls(rank: int, ranks: int, servers: int) -> None:
+    """A call of each policy: rows of odd and even widths, ranks that send or get nothing, chunks of
+    a few rows; and one without any rows."""
+    del rank
+    rng = np.random.default_rng(3)
+    for k, (policy, dtype) in enumerate(POLICIES.items()):
+        with triton_communicator(servers, policy=policy, num_blocks=1, chunk_bytes=200) as comm:
+            traffic = random_traffic(servers, ranks // servers, rng, 12, "")
+            if k == 1:
+                traffic[0] = 0
+                traffic[:, ranks - 1] = 0
+            call_once(comm, traffic, dtype, k, ("plain", "queued")[k % 2])
+            if k == 2:
+                call_once(comm, np.zeros_like(traffic), torch.int8, k, "plain")
+                call_once(comm, traffic.T.copy(), dtype, k, "strided")
+
+
+def test_all_to_all(interpreting_pools: SharedPools, topology: tuple[int, int]) -> None:
+    servers, gpus_per_server = topology
+    interpreting_pools.pool(servers * gpus_per_server).run(all_to_alls, servers, timeout_s=200)
+
+
+def steps(rank: int, ranks: int, servers: int) -> None:
+    """Forward, backward, the handle again, in both layouts, as on the host."""
+    del rank, ranks
+    with Communicator(servers=servers) as host:
+        for layout, policy in (("expert", "whole"), ("rank", "direct")):
+            options = {"policy": policy, "num_blocks": 1, "chunk_bytes": 512}
+            with triton_communicator(servers, **options) as comm:
+                check_step(comm, host, layout, exactly=True)
+
+
+def test_dispatch_and_combine(interpreting_pools: SharedPools, topology: tuple[int, int]) -> None:
+    servers, gpus_per_server = topology
+    interpreting_pools.pool(servers * gpus_per_server).run(steps, servers, timeout_s=250)
+
+
+def alone(rank: int, ranks: int) -> None:
+    """One rank waits for no other: any number of programs will do."""
+    del rank, ranks
+    with Communicator(servers=1) as host, triton_communicator(1, num_blocks=3) as comm:
+        check_step(comm, host, "expert", exactly=True)
+        call_once(comm, np.array([[40]]), torch.int16, 1, "plain")
+
+
+def test_several_programs_where_none_waits(interpreting_pools: SharedPools) -> None:
+    interpreting_pools.pool(1).run(alone, timeout_s=100)
+
+
+# -- deadlines -------------------------------------------------------------------------------------
+
+
+def stalled(rank: int, ranks: int) -> Failure | None:
+    """Rank 1 enters, but launches its kernel when the others' have given up."""
+    source, out = torch.arange(float(ranks)), torch.empty(ranks)
+    with triton_communicator(1, progress_timeout_s=1.0) as comm:
+        comm.all_to_all_single(out, source)
+        if rank == 1:
+            launch = comm._runtime.launch
+
+            def late(*args: Any) -> None:
+                time.sleep(3.0)
+                launch(*args)
+
+            comm._runtime.launch = late  # type: ignore[method-assign]
+        failure = failure_of(lambda: comm.all_to_all_single(out, source))
+        broken(comm)
+    return failure
+
+
+def test_a_rank_that_stalls_is_one_record_on_all_ranks(interpreting_pools: SharedPools) -> None:
+    """The kernel gives up: one record, and an abort that reaches every rank's kernel."""
+    failures = interpreting_pools.pool(3).run(stalled, timeout_s=100)
+    for failure in failures:
+        assert failure is not None
+        assert failure.kind is DeadlineError, failure
+        record = failure.record
+        assert isinstance(record, WaitRecord)
+        assert record == failures[0].record, "ranks tell different stories"
+        assert (record.op, record.call, record.peer) == ("all_to_all_single", 2, 1)
+        assert record.rank != 1
+        assert 1.0 <= record.waited_s < 3.0
+        assert record.seen < record.expected
+
+
+def refusals(rank: int, ranks: int) -> list[str]:
+    del rank, ranks
+    with triton_communicator(1) as comm:
+        static = message(lambda: comm.all_to_all_single(torch.ones(3), torch.ones(2), num_blocks=0))
+    transport = message(lambda: Communicator(servers=1, backend="triton", transport="shm"))
+    return [static, transport]
+
+
+def test_bad_input(interpreting_pools: SharedPools) -> None:
+    for blocks, transport in interpreting_pools.pool(1).run(refusals):
+        assert blocks.startswith("ValueError: ")
+        assert "num_blocks must be 1 to" in blocks
+        assert transport.startswith("ValueError: ")
+        assert "backend triton" in transport
