@@ -3,7 +3,8 @@
 #
 # Where there is no NVIDIA GPU, `make setup` pins PyTorch to the release in constraints.txt, which CI
 # uses in its CPU build. Where nvidia-smi is found it pins everything but PyTorch, so that the CUDA
-# build that is newest, or the one already there, is used. For a PyTorch of your own (ROCm, say):
+# build that is newest, or the one already there, is used, and Triton, whose release that build says.
+# For a PyTorch of your own (ROCm, say):
 #     make setup TORCH=keep VENV_FLAGS=--system-site-packages
 
 SHELL := /bin/bash
@@ -43,7 +44,7 @@ setup: $(INSTALLED) ## make .venv, build the extensions, install fastkern in pla
 
 $(CONSTRAINTS): constraints.txt Makefile
 	test -x $(PY) || $(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
-	grep -v $(if $(filter pin,$(TORCH)),'^#','^#\|^torch==') constraints.txt > $@
+	grep -v $(if $(filter pin,$(TORCH)),'^#','^#\|^torch==\|^triton==') constraints.txt > $@
 
 $(TOOLS): $(CONSTRAINTS)
 	$(PIP) install -qq -c $(CONSTRAINTS) $(BUILD_REQUIRES)

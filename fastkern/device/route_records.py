@@ -3,7 +3,7 @@
 Per rank: count, a unit for each run of tokens; scan, for each key; fill, as count, once the counts
 of all ranks are known. In C++ a lane does a unit or a key by itself. In Triton a block does a unit,
 or KEYS_PER_PROGRAM keys: 4096 tokens are 512 units of 8 tokens in C++, 8 blocks of 64 lanes, and
-64 units of 64 tokens in Triton, 64 blocks.
+256 units of 16 tokens in Triton, 256 blocks.
 """
 
 from __future__ import annotations

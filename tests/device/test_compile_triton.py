@@ -161,6 +161,11 @@ def test_keys(monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as changed:
             changed.setattr(module, name, value)
             ask()
+    with monkeypatch.context() as changed:  # the device by itself: its tools say it too
+        changed.setattr(module, "_tools", lambda *_: [])
+        ask()
+        ask(where=("cuda", "sm_100"))
+        ask(where=GFX942)
     for where, name in ((layout, "DIGEST"), (triton, "__version__")):
         with monkeypatch.context() as changed:
             changed.setattr(where, name, "4.0.0")

@@ -205,7 +205,7 @@ def test_what_is_loaded(monkeypatch: pytest.MonkeyPatch, driver: TritonDriver) -
 
 def test_units() -> None:
     """A unit costs a block: fewer than in C++, where it costs a lane."""
-    assert [num_units(n, "triton") for n in (0, 1, 64, 65, 4096, 1 << 20)] == [1, 1, 1, 2, 64, 256]
+    assert [num_units(n, "triton") for n in (0, 1, 64, 65, 4096, 1 << 20)] == [1, 1, 4, 5, 256, 512]
     assert [num_units(n, "cxx") for n in (0, 1, 64, 65, 4096, 1 << 20)] == [1, 1, 8, 9, 512, 1024]
 
 
