@@ -44,10 +44,14 @@ setup: $(INSTALLED) ## make .venv, build the extensions, install fastkern in pla
 
 $(CONSTRAINTS): constraints.txt Makefile
 	test -x $(PY) || $(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
-	grep -v $(if $(filter pin,$(TORCH)),'^#','^#\|^torch==\|^triton==') constraints.txt > $@
+	grep -v $(if $(filter pin,$(TORCH)),'^#','^#\|^torch==') constraints.txt > $@
 
+# PyTorch first: a CUDA build wants a release of Triton of its own, whatever is pinned here.
 $(TOOLS): $(CONSTRAINTS)
-	$(PIP) install -qq -c $(CONSTRAINTS) $(BUILD_REQUIRES)
+	grep -v '^triton==' $(CONSTRAINTS) > $(CONSTRAINTS).torch
+	$(PIP) install -qq -c $(CONSTRAINTS).torch $(BUILD_REQUIRES) torch
+	@$(PY) -c 'import importlib.metadata as m; exit(any(r.startswith("triton") for r in m.requires("torch") or ()))' \
+	  || cp $(CONSTRAINTS).torch $(CONSTRAINTS)
 	touch $@
 
 # Changes when a source file comes or goes; the prerequisites below only see those that change.
