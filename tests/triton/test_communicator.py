@@ -1,13 +1,14 @@
 """Every operation with backend "triton", interpreted: ranks are processes that share memory, with
 real flags and credits; results are compared bit by bit.
 
-One program per rank, since the interpreter runs programs one after the other; what needs no other
-rank's program runs with several, too.
+The interpreter runs the programs of a launch one after the other: the first of a rank must do all
+of its items, and never wait for another program of its rank.
 """
 
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from tests.device.communicator_cases import call_once, check_step
 from tests.device.communicators import message
 from tests.reference import random_traffic
 from tests.test_runtime_failures import Failure, broken, failure_of
+from tests.trace_cases import SPLITS, WIDTH, check_files, traced_calls
 from tests.triton.communicators import triton_communicator
 
 # Servers, and ranks of each.
@@ -84,6 +86,21 @@ def alone(rank: int, ranks: int) -> None:
 
 def test_several_programs_where_none_waits(interpreting_pools: SharedPools) -> None:
     interpreting_pools.pool(1).run(alone, timeout_s=100)
+
+
+def traced(rank: int, ranks: int, folder: str) -> dict[str, Any]:
+    del rank, ranks
+    options: dict[str, Any] = {"policy": "whole", "num_blocks": 3, "chunk_bytes": 64}
+    with triton_communicator(2, **options) as comm:
+        return traced_calls(comm, folder)
+
+
+def test_every_item_is_traced(interpreting_pools: SharedPools, tmp_path: Path) -> None:
+    """Launches have three programs: the first does whatever there is, the others find nothing."""
+    ranks = interpreting_pools.pool(4).run(traced, str(tmp_path), timeout_s=200)
+    crossing = sum(SPLITS[a][b] for a in range(4) for b in range(4) if a // 2 != b // 2)
+    assert sum(found["put_bytes"] for found in ranks) == crossing * WIDTH * 4
+    check_files(tmp_path, ranks, one_clock=True)
 
 
 # -- deadlines -------------------------------------------------------------------------------------
