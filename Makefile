@@ -30,15 +30,19 @@ CONSTRAINTS := $(VENV)/constraints.txt
 TOOLS := $(VENV)/.tools
 INSTALLED := $(VENV)/.installed
 COMPILE_CHECKS := $(VENV)/.compile-checks
+# The oldest Triton that fastkern takes (fastkern/device/triton_library.py), in a venv of its own.
+OLDEST_TRITON := triton==3.6.0 'numpy<2.4'
+OLDEST_VENV := $(VENV)-triton-oldest
+OLDEST_INSTALLED := $(OLDEST_VENV)/.installed
 SOURCE_LIST := $(VENV)/.sources
 
 NATIVE := $(sort $(shell find planner kernels -name '*.cc' -o -name '*.h'))
 C_FILES = $(sort $(shell find planner kernels tests perf -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.hip'))
 
-.PHONY: help setup demo test test-gpu sanitize lint types check-kernels format perf wheel clean FORCE
+.PHONY: help setup demo test test-gpu sanitize lint types check-kernels check-triton-oldest format perf wheel clean FORCE
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-19s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 setup: $(INSTALLED) ## make .venv, build the extensions, install fastkern in place (again: only what changed)
 
@@ -70,7 +74,7 @@ demo: $(INSTALLED) ## run the demonstration
 	$(VENV)/bin/fastkern demo $(DEMO_FLAGS)
 
 test: $(INSTALLED) ## run the tests that need no device
-	$(PY) -m pytest tests --ignore tests/device_compile --ignore tests/gpu $(PYTEST_FLAGS)
+	$(PY) -m pytest tests --ignore tests/device_compile --ignore tests/triton_compile --ignore tests/gpu $(PYTEST_FLAGS)
 
 # Offline, and past the pins of `make setup`: with the packages that PYTHON has. pytest starts outside
 # of the repository, where the folder fastkern/ would hide what was built.
@@ -103,7 +107,18 @@ types: $(INSTALLED) ## check types: mypy, strict
 	$(PY) -m mypy | sed -e 's,^build/types/fastkern/\(planner\|kernels\)/,\1/,' -e 's,^build/types/,,'
 
 check-kernels: $(COMPILE_CHECKS) ## compile the kernels for CUDA and HIP devices, without a GPU
-	$(PY) -m pytest tests/device_compile $(PYTEST_FLAGS)
+	$(PY) -m pytest tests/device_compile tests/triton_compile $(PYTEST_FLAGS)
+
+# All else it sees in the other venv, behind its own packages.
+$(OLDEST_INSTALLED): $(COMPILE_CHECKS)
+	test -x $(OLDEST_VENV)/bin/python || $(PYTHON) -m venv $(OLDEST_VENV)
+	$(PY) -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	    > "$$($(OLDEST_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/main.pth"
+	$(OLDEST_VENV)/bin/python -m pip --disable-pip-version-check install -qq --ignore-installed $(OLDEST_TRITON)
+	touch $@
+
+check-triton-oldest: $(OLDEST_INSTALLED) ## compile the kernels in Triton with the oldest release of it
+	$(OLDEST_VENV)/bin/python -m pytest tests/triton_compile -k "not sm_100 and not gfx950" $(PYTEST_FLAGS)
 
 format: $(INSTALLED) ## rewrite sources in the project's style
 	$(VENV)/bin/ruff check --fix --exit-zero .

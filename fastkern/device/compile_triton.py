@@ -118,6 +118,15 @@ def sources() -> dict[str, str]:
     return {path.name: path.read_text(encoding="utf-8") for path in folder.glob("*.py")}
 
 
+def options_of(target: Any, warps: int) -> dict[str, Any]:
+    """What kernels are compiled with. target: Triton's GPUTarget."""
+    options: dict[str, Any] = {"num_warps": warps, **_OPTIONS}
+    if target.backend == "cuda":
+        lanes = warps * target.warp_size
+        options["maxnreg"] = min(_MOST_REGISTERS, _REGISTERS // lanes // 8 * 8)
+    return options
+
+
 def _check(target: str, arch: str, num_lanes: int) -> int:
     """The warps (waves) of a block."""
     if target not in _ARCHES:
@@ -177,11 +186,7 @@ def _compile(
     signature = {field: _KINDS[record[field].itemsize] for field in fields}
     signature |= dict.fromkeys(constants, "constexpr")
     source = triton.compiler.ASTSource(fn=function, signature=signature, constexprs=constants)
-    options = {"num_warps": warps, **_OPTIONS}
-    if target.backend == "cuda":
-        lanes = warps * target.warp_size
-        options["maxnreg"] = min(_MOST_REGISTERS, _REGISTERS // lanes // 8 * 8)
-    made = triton.compile(source, target=target, options=options)
+    made = triton.compile(source, target=target, options=options_of(target, warps))
     text, code = (made.asm[kind] for kind in _BINARIES[target.backend])
     _check_metadata(name, made.metadata, warps)
     parameters = read_parameters(target.backend, name, text)

@@ -79,7 +79,7 @@ def fastkern_route_count(
     unit = tl.program_id(0).to(tl.int64)
     num_keys = num_experts.to(tl.int64) + servers + num_ranks
     counts += unit * num_keys * 8
-    first_rank = num_experts + servers  # key of rank 0
+    first_rank = num_experts.to(tl.int64) + servers  # key of rank 0
     words = tl.arange(0, _WORDS).to(tl.int64)
     for key in range(0, num_keys, _WORDS):
         store64(counts + (key + words) * 8, words * 0, key + words < num_keys)
@@ -197,7 +197,7 @@ def fastkern_route_fill(
     unit = tl.program_id(0).to(tl.int64)
     num_keys = num_experts.to(tl.int64) + servers + num_ranks
     counts += unit * num_keys * 8
-    first_rank = num_experts + servers  # key of rank 0
+    first_rank = num_experts.to(tl.int64) + servers  # key of rank 0
     memory = view_handle(handle)
     own_server = rank // gpus_per_server
     own_local = rank % gpus_per_server
