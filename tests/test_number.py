@@ -24,12 +24,11 @@ Floats = npt.NDArray[np.float32]
 Convert = Callable[[str, str, bytes], bytes]
 
 
-@pytest.fixture(scope="module")
-def convert(tmp_path_factory: pytest.TempPathFactory) -> Convert:
-    """(type, "widen" or "round", values) -> values, as the kernels do it."""
+def compile_converter(folder: Path) -> Convert:
+    """(type, "widen" or "round", values) -> values, as the kernels do it; compiled into folder."""
     compiler = shutil.which("c++")
     assert compiler, "no host compiler `c++`; fastkern itself needs one to build"
-    program = tmp_path_factory.mktemp("number") / "number_check"
+    program = folder / "number_check"
     flags = ["-O3", "-std=c++17", "-Wall", "-Wextra", "-Werror", f"-I{ROOT}"]
     source = str(Path(__file__).with_name("number_check.cc"))
     subprocess.run([compiler, *flags, source, "-o", str(program)], check=True, timeout=120)
@@ -40,6 +39,12 @@ def convert(tmp_path_factory: pytest.TempPathFactory) -> Convert:
         return done.stdout
 
     return run
+
+
+@pytest.fixture(scope="module")
+def convert(tmp_path_factory: pytest.TempPathFactory) -> Convert:
+    """Of the host compiler."""
+    return compile_converter(tmp_path_factory.mktemp("number"))
 
 
 def widened(name: str, halves: Halves) -> Floats:
