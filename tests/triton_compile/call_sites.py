@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.triton_compile.listing import SOURCES, function_at
+from tests.triton_compile.listing import SOURCES, Chain, function_at, ttir_frames, ttir_places
 
 # Of each operation what it is in Triton's own form, on NVIDIA and on AMD.
 _ASM = r"tt\.elementwise_inline_asm .*"
@@ -34,7 +34,6 @@ OPERATIONS = {
     "pause": rf"{_ASM}(?:nanosleep|s_sleep)",
     "debug_barrier": _BARRIER,  # but those of finish_writes and acquire
 }
-Chain = tuple[tuple[str, int], ...]  # file and line of each call, the innermost first
 
 
 def source_sites(kernel: Any, cuda: bool) -> Counter[str]:
@@ -45,12 +44,12 @@ def source_sites(kernel: Any, cuda: bool) -> Counter[str]:
 
 def ttir_sites(ttir: str) -> Counter[str]:
     """Of Triton's own form of a kernel, functions inlined, by name."""
-    places = dict(re.findall(r"^(#loc\d*) = loc\((.*)\)$", ttir, re.MULTILINE))
+    places = ttir_places(ttir)
     sites = set()
     for line in ttir.splitlines():
         for operation, pattern in OPERATIONS.items():
             if re.search(rf"(?:= |^ +){pattern}", line):
-                chain = _frames(line[line.rindex("loc(") + 4 :].rstrip(") {"), places)
+                chain = ttir_frames(line[line.rindex("loc(") + 4 :].rstrip(") {"), places)
                 own = function_at(*chain[0], SOURCES)
                 if own == operation:
                     sites.add((operation, chain[1:]))
@@ -61,18 +60,6 @@ def ttir_sites(ttir: str) -> Counter[str]:
 
 def _name(operation: str, chain: Chain) -> str:
     return " < ".join((operation, *(function_at(*place, SOURCES) for place in chain[:2])))
-
-
-def _frames(location: str, places: Mapping[str, str]) -> Chain:
-    """Of what stands in loc(...)."""
-    if location in places:
-        return _frames(places[location], places)
-    if call := re.fullmatch(r"callsite\((#loc\d*) at (#loc\d*)\)", location):
-        return _frames(call[1], places) + _frames(call[2], places)
-    if named := re.fullmatch(r'"[^"]*"\((#loc\d*)\)', location):
-        return _frames(named[1], places)
-    place = re.fullmatch(r'"([^"]+)":(\d+):\d+', location)
-    return ((Path(place[1]).name, int(place[2])),) if place else (("?", 0),)
 
 
 def _below(function: Any, given: Mapping[str, Any], way: Chain) -> Iterator[tuple[str, Chain]]:

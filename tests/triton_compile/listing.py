@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from tests.device_compile.toolchain import ROOT
 from tests.triton_compile.builds import Build
 
 SOURCES = (ROOT / "kernels" / "triton", ROOT / "tests" / "triton_compile")
+Chain = tuple[tuple[str, int], ...]  # file and line of each call, the innermost first
 _PLACE = re.compile(r"([^\s@:\[\]]+):(\d+):\d+")
 
 
@@ -81,3 +82,20 @@ def _ptx_frames(ptx: str, sources: tuple[Path, ...]) -> Iterator[tuple[Frame, ..
         elif in_body and re.match(r"(?:@\S+ )?[a-z]", re.sub(r"\s+", " ", text.split("//")[0])):
             begun = False
             yield frames
+
+
+def ttir_places(ttir: str) -> dict[str, str]:
+    """The locations that Triton's own form of a kernel names."""
+    return dict(re.findall(r"^(#loc\d*) = loc\((.*)\)$", ttir, re.MULTILINE))
+
+
+def ttir_frames(location: str, places: Mapping[str, str]) -> Chain:
+    """Of what stands in loc(...)."""
+    if location in places:
+        return ttir_frames(places[location], places)
+    if call := re.fullmatch(r"callsite\((#loc\d*) at (#loc\d*)\)", location):
+        return ttir_frames(call[1], places) + ttir_frames(call[2], places)
+    if named := re.fullmatch(r'"[^"]*"\((#loc\d*)\)', location):
+        return ttir_frames(named[1], places)
+    place = re.fullmatch(r'"([^"]+)":(\d+):\d+', location)
+    return ((Path(place[1]).name, int(place[2])),) if place else (("?", 0),)
