@@ -43,8 +43,8 @@ if INTERPRETED:
         return tl.full((), time.monotonic_ns(), tl.int64)
 
     def pause(rounds: tl.tensor) -> None:
-        """Ranks outnumber cores, and a look takes milliseconds: sleep, 10 ms at most."""
-        time.sleep(min(int(rounds), 10) * 1e-3)
+        """Ranks outnumber cores, and a look takes milliseconds: sleep, 20 ms at most."""
+        time.sleep(min(int(rounds), 10) * 2e-3)
 
 else:
 

@@ -46,7 +46,7 @@ def all_to_alls(rank: int, ranks: int, servers: int) -> None:
     rng = np.random.default_rng(3)
     for k, (policy, dtype) in enumerate(POLICIES.items()):
         with triton_communicator(servers, policy=policy, num_blocks=1, chunk_bytes=200) as comm:
-            traffic = random_traffic(servers, ranks // servers, rng, 12, "")
+            traffic = random_traffic(servers, ranks // servers, rng, 8, "")
             if k == 1:
                 traffic[0] = 0
                 traffic[:, ranks - 1] = 0
@@ -61,19 +61,31 @@ def test_all_to_all(interpreting_pools: SharedPools, topology: tuple[int, int]) 
     interpreting_pools.pool(servers * gpus_per_server).run(all_to_alls, servers, timeout_s=200)
 
 
-def steps(rank: int, ranks: int, servers: int) -> None:
-    """Forward, backward, the handle again, in both layouts, as on the host."""
+def steps(rank: int, ranks: int, servers: int, layout: str, policy: str) -> None:
+    """Forward, backward, the handle again, as on the host."""
     del rank, ranks
-    with Communicator(servers=servers) as host:
-        for layout, policy in (("expert", "whole"), ("rank", "direct")):
-            options = {"policy": policy, "num_blocks": 1, "chunk_bytes": 512}
-            with triton_communicator(servers, **options) as comm:
-                check_step(comm, host, layout, exactly=True)
+    options: dict[str, Any] = {"policy": policy, "num_blocks": 1, "chunk_bytes": 512}
+    with (
+        Communicator(servers=servers, **options) as host,
+        triton_communicator(servers, **options) as comm,
+    ):
+        check_step(comm, host, layout, exactly=True)
 
 
-def test_dispatch_and_combine(interpreting_pools: SharedPools, topology: tuple[int, int]) -> None:
-    servers, gpus_per_server = topology
-    interpreting_pools.pool(servers * gpus_per_server).run(steps, servers, timeout_s=250)
+@pytest.mark.parametrize(
+    ("servers", "gpus_per_server", "layout", "policy"),
+    [
+        (2, 2, "expert", "whole"),
+        (2, 2, "rank", "split"),
+        (1, 3, "rank", "direct"),
+        (3, 1, "expert", "direct"),
+    ],
+)
+def test_dispatch_and_combine(
+    interpreting_pools: SharedPools, servers: int, gpus_per_server: int, layout: str, policy: str
+) -> None:
+    pool = interpreting_pools.pool(servers * gpus_per_server)
+    pool.run(steps, servers, layout, policy, timeout_s=250)
 
 
 def alone(rank: int, ranks: int) -> None:
@@ -90,7 +102,7 @@ def test_several_programs_where_none_waits(interpreting_pools: SharedPools) -> N
 
 def traced(rank: int, ranks: int, folder: str) -> dict[str, Any]:
     del rank, ranks
-    options: dict[str, Any] = {"policy": "whole", "num_blocks": 3, "chunk_bytes": 64}
+    options: dict[str, Any] = {"policy": "whole", "num_blocks": 3, "chunk_bytes": 400}
     with triton_communicator(2, **options) as comm:
         return traced_calls(comm, folder)
 
