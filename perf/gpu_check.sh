@@ -115,14 +115,26 @@ fi
 
 step detect "$(within 60)" "$python" -m perf.gpu.detect --target "$target" \
     --target-file "$found/target" --out "$found/detect.json"
+# With the kernels in Triton; in a dry run by its interpreter, which holds one rank.
+check_triton() { TRITON_INTERPRET=$([[ $dry ]] && echo 1 || echo 0) check "$@"; }
+
 # Where a device is there, the rest runs even if a kernel does not compile.
 if [[ -e $found/target ]]; then target=$(<"$found/target"); else failed_early=1; fi
 check all_to_all 30 grid --group all_to_all
-check moe 40 grid --group moe
-check static 30 grid --group static
+check moe 30 grid --group moe
+check static 25 grid --group static
 check replays 20 grid --group replays
 check deadlines 25 grid --group deadlines
-check measure 50 measure
-check sanitize 50 sanitize
+check measure 45 measure
+check_triton triton_compile 50 triton_images
+if (($? == 77)); then # there is no Triton here, as its findings say
+    note triton - 0 35
+    note triton_measure - 0 35
+else
+    check_triton triton 35 grid --kernels triton --most "$([[ $dry ]] && echo 2 || echo 10)" \
+        --group all_to_all moe static replays deadlines
+    check_triton triton_measure 35 compare
+fi
+check sanitize 40 sanitize
 
 "$python" -m perf.gpu.report --folder "$found" --out "$out" --seconds $SECONDS ${dry:+--dry}

@@ -21,7 +21,7 @@ from perf.gpu.cases import Case, run_cases
 from perf.gpu.detect import find_target
 from perf.gpu.grid import main as grid_main
 from perf.gpu.record import Record, read_record
-from perf.gpu.report import GROUPS, MUST_RUN, main, read_steps, summary, table
+from perf.gpu.report import GROUPS, MUST_RUN, TRITON, main, read_steps, summary, table
 from perf.gpu.sanitize import verdict
 from perf.gpu.session import DRY, Session
 from perf.gpu.stages import measured_alone, queue_rows
@@ -60,17 +60,26 @@ def test_a_dry_run_from_end_to_end(tmp_path: Path) -> None:
     assert found["ok"] is True
     assert (found["target"], found["device"]["architecture"]) == ("host", "host")
     names = [step["name"] for step in found["steps"]]
-    assert names == [*MUST_RUN, "measure", "sanitize"]
+    assert names == [*MUST_RUN, "measure", *TRITON, "sanitize"]
     assert {step["status"] for step in found["steps"]} == {"ok"}
     groups = {case["group"] for case in found["cases"]}
-    assert groups == {"all_to_all", "moe", "static", "replays", "deadlines", "small"}
+    assert groups == {*GROUPS, "same_bits", "small"}
     assert all(case["ok"] for case in found["cases"])
-    assert sum(case["group"] == "all_to_all" for case in found["cases"]) == 20
-    assert sum(case["group"] == "moe" for case in found["cases"]) >= 15
-    assert sum(case["group"] == "static" for case in found["cases"]) == 10
-    measured = {m["name"] for m in found["measures"]}
+    assert sum(case["step"] == "all_to_all" for case in found["cases"]) == 20
+    assert sum(case["step"] == "moe" for case in found["cases"]) >= 15
+    assert sum(case["step"] == "static" for case in found["cases"]) == 10
+    in_triton = [case["group"] for case in found["cases"] if case["step"] == "triton"]
+    assert in_triton == ["all_to_all"] * 2 + ["moe"] * 2 + ["static"] * 2 + ["replays"]
+    both = [m for m in found["measures"] if "over_cxx" in m]
+    assert [m["name"] for m in both] == ["all-to-all", "route", *["dispatch", "combine"] * 2]
+    assert {m["kernels"] for m in both} == {"triton"}
+    measures = [m for m in found["measures"] if m not in both]
+    assert {m["kernels"] for m in measures} == {"cxx"}
+    measured = {m["name"] for m in measures}
     assert measured == STAGES | {"copy", "launch to done", "static exchange", "all-to-all"}
-    for m in found["measures"]:
+    for m in both:
+        assert m["over_cxx"] == pytest.approx(m["p50_us"] / m["cxx_p50_us"], rel=0.01), m
+    for m in measures:
         assert 0 < m["p20_us"] <= m["p50_us"] <= m["p80_us"], m
         assert (m["name"] in STAGES) == ("share_of_copy" in m), m
         assert m.get("bytes", 1) > 0, m
@@ -136,10 +145,11 @@ def test_one_bit_that_arrives_wrong_is_found(
 
 def steps_in(folder: Path, **codes: str) -> None:
     """A run's files, in which every step took 3 s."""
-    lines = [f"{name}\t{codes.get(name, '0')}\t3\t30" for name in (*MUST_RUN, "measure")]
+    names = (*MUST_RUN, "measure", *TRITON)
+    lines = [f"{name}\t{codes.get(name, '0')}\t3\t30" for name in names]
     (folder / "steps.tsv").write_text("\n".join(lines) + "\n")
     Record(folder / "detect.json").add_facts(target="cuda", device="Some GPU")
-    for group in GROUPS:
+    for group in (*GROUPS, "triton"):
         Record(folder / f"{group}.json").add_case(group, "2x2 whole", True, 0.1)
     Record(folder / "measure.json").add_measure("pack", "all", p20_us=1.0, p50_us=2.0, p80_us=3.0)
 

@@ -89,6 +89,15 @@ def routed_handle(cluster: VirtualRuntime, calls: Sequence[DispatchCall]) -> Vir
 
     Raises ValueError naming rank and index, or the rank that has not room enough.
     """
+    handle, route = handle_and_route(cluster, calls)
+    route.close()
+    return handle
+
+
+def handle_and_route(
+    cluster: VirtualRuntime, calls: Sequence[DispatchCall]
+) -> tuple[VirtualHandle, DeviceRoute]:
+    """As `routed_handle`, with the route that has filled the handles; both to be closed."""
     options = calls[0].options
     assert options is not None
     placement = Placement(options.num_experts, cluster.num_ranks, options.expert_to_rank)
@@ -107,9 +116,10 @@ def routed_handle(cluster: VirtualRuntime, calls: Sequence[DispatchCall]) -> Vir
         except BaseException:
             handle.close()
             raise
-        return handle
-    finally:
+        return handle, route
+    except BaseException:
         route.close()
+        raise
 
 
 def planned(cluster: VirtualRuntime, counts: RouteCounts, row_bytes: int) -> MoePlan:

@@ -33,17 +33,23 @@ class Bench:
         self.copy_rate = 0.0
 
     def cluster(
-        self, shape: tuple[int, int], blocks: int, policy: Policy = "auto"
+        self,
+        shape: tuple[int, int],
+        blocks: int,
+        policy: Policy = "auto",
+        fill_byte: int | None = None,
     ) -> VirtualCluster:
-        """Ranks whose staging and outputs are left as they are, unlike in tests."""
-        lanes, options = self.scale.lanes[0], VirtualOptions(policy, progress_timeout_s=_TIMEOUT_S)
+        """Ranks whose staging and outputs are left as they are, unlike in tests. fill_byte: what
+        they hold at first, if not."""
+        lanes = self.scale.lanes[0]
+        options = VirtualOptions(policy, progress_timeout_s=_TIMEOUT_S, fill_byte=fill_byte)
         return VirtualCluster(self.session.driver, Topology(*shape), blocks, lanes, options=options)
 
     def most_blocks(self) -> int:
-        """Blocks per rank that fill the device with 8 ranks; 1 where blocks are threads."""
+        """Blocks per rank that fill the device with all ranks; 1 where blocks are threads."""
         if self.scale.dry:
             return 1
-        with self.cluster((1, 8), 1) as cluster:
+        with self.cluster((1, self.scale.ranks), 1) as cluster:
             return cluster.most_blocks
 
     def timer(self, cluster: VirtualCluster, flushes: int = 2) -> Timer:
@@ -89,7 +95,8 @@ class Bench:
     def add(self, name: str, case: str, times: Times, **figures: float) -> None:
         """Record a measure."""
         rounded = {key: round(value, 4) for key, value in figures.items()}
-        self.session.record.add_measure(name, case, **times.figures(), **rounded)
+        kernels = self.session.driver.kernels
+        self.session.record.add_measure(name, case, kernels=kernels, **times.figures(), **rounded)
         print(name, case, times.figures(), rounded, flush=True)
 
     def add_share(self, name: str, case: str, times: Times, moved: int) -> None:

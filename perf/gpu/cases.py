@@ -56,7 +56,8 @@ class Case:
 def run_cases(session: Session, group: str, cases: Iterable[Case]) -> int:
     """Run them until the time is up. Returns how many were wrong.
 
-    A failure of the driver ends the step: what comes after it in the process would fail as well.
+    A failure of the driver is recorded and raised: what comes after it in the process would fail
+    as well.
     """
     wrong = 0
     for case in cases:
@@ -64,19 +65,28 @@ def run_cases(session: Session, group: str, cases: Iterable[Case]) -> int:
             session.record.add_facts(**{f"{group}_cut": f"no more time at {case.name}"})
             break
         start = time.monotonic()
-        error, driver_failed = "", False
+        error: str = ""
+        failed: DriverError | None = None
         try:
             case.run()
         except Exception as failure:
             error = f"{type(failure).__name__}: {failure}"
-            driver_failed = isinstance(failure, DriverError)
+            failed = failure if isinstance(failure, DriverError) else None
             print(f"\n{group} {case.name}", traceback.format_exc(), sep="\n", flush=True)
         session.record.add_case(group, case.name, not error, time.monotonic() - start, error)
         wrong += bool(error)
-        if driver_failed:
+        if failed is not None:
             session.record.add_facts(**{f"{group}_cut": f"the driver failed at {case.name}"})
-            break
+            raise failed
     return wrong
+
+
+def some_of(cases: Iterable[Case], most: int) -> list[Case]:
+    """At most so many of them, the first among them, spread over all."""
+    found = list(cases)
+    if len(found) <= most:
+        return found
+    return [found[k * len(found) // most] for k in range(most)]
 
 
 def all_to_all_cases(session: Session) -> Iterator[Case]:
@@ -184,6 +194,8 @@ def replay_cases(session: Session) -> Iterator[Case]:
     """Captured calls replayed with other rows and tables, eager calls between."""
     scale, rng = session.scale, np.random.default_rng(session.seed)
     for shape, policy in (((2, 2), "whole"), ((1, 3), "auto"), (scale.shapes[-1], "split")):
+        if not scale.possible(shape):
+            continue
 
         def run(shape: tuple[int, int] = shape, policy: str = policy) -> None:
             given = options(policy=policy, chunk_bytes=2000, progress_timeout_s=_TIMEOUT_S)
@@ -196,15 +208,17 @@ def replay_cases(session: Session) -> Iterator[Case]:
 
 
 def deadline_cases(session: Session) -> Iterator[Case]:
-    """A rank's blocks do not run, or a flag is not raised: a record, and an end to the cluster."""
-    for op, shape in itertools.product(OPS, ((2, 2), (1, 3))):
+    """A rank's blocks do not run, or a flag is not raised: a record, and an end to the cluster.
+    None where a cluster has one rank."""
+    shapes = [shape for shape in ((2, 2), (1, 3)) if session.scale.possible(shape)]
+    for op, shape in itertools.product(OPS, shapes):
 
         def run(op: str = op, shape: tuple[int, int] = shape) -> None:
             timeout_s = session.scale.deadline_s
             print(check_missing_rank(session.driver, Topology(*shape), op, 2, timeout_s))
 
         yield Case(f"{op}, {_text(shape)}", run)
-    for planner, shape in itertools.product(PLANNERS, ((2, 2), (1, 3))):
+    for planner, shape in itertools.product(PLANNERS, shapes):
 
         def run_static(planner: str = planner, shape: tuple[int, int] = shape) -> None:
             timeout_s = 2 * session.scale.deadline_s  # the others begin within it
@@ -213,7 +227,8 @@ def deadline_cases(session: Session) -> Iterator[Case]:
 
         yield Case(f"static exchange planned on the {planner}, {_text(shape)}", run_static)
     for blocks, (what, check) in itertools.product(
-        (1, 2), (("", check_withheld_flag), (" from a static one", check_withheld_static_flag))
+        (1, 2) if session.scale.possible((2, 2)) else (),
+        (("", check_withheld_flag), (" from a static one", check_withheld_static_flag)),
     ):
 
         def withhold(blocks: int = blocks, check: Withheld = check) -> None:
@@ -237,8 +252,8 @@ def _text(shape: tuple[int, int]) -> str:
 
 def _grids(session: Session) -> Iterator[tuple[int, int]]:
     """Blocks and lanes in turn: 1 block to as many as fit 8 ranks."""
-    lanes = session.scale.lanes
-    with VirtualCluster(session.driver, Topology(1, 8), num_lanes=lanes[0]) as cluster:
+    lanes, ranks = session.scale.lanes, session.scale.ranks
+    with VirtualCluster(session.driver, Topology(1, ranks), num_lanes=lanes[0]) as cluster:
         blocks = session.scale.blocks(cluster.most_blocks)
     torch.manual_seed(session.seed)
     return itertools.cycle(

@@ -1,7 +1,8 @@
 """Puts what the steps found into one JSON file and one short table. Standard library only.
 
 Exit code 1 where a correctness case was wrong, or a step that must run did not end well, or ran no
-case. Steps that ended before their last case, for want of time, are named in the last line.
+case. Steps that ended before their last case, for want of time, are named in the last line. Those
+of the kernels in Triton need not run where Triton is not there, and say so.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ from .record import read_record
 SCHEMA = 1
 GROUPS = ("all_to_all", "moe", "static", "replays", "deadlines")  # of correctness
 MUST_RUN = ("build", "detect", *GROUPS)
+TRITON = ("triton_compile", "triton", "triton_measure")  # what must be noted, and may be not run
+NOT_RUN = 77  # exit code of a step that finds that it cannot be
 _TIMED_OUT = (124, 137)
+_LEAST_S = 5  # the script starts no step with less time
 DRY = "dry: CPU, no claim about a GPU"
 
 
@@ -46,11 +50,25 @@ def read_steps(folder: Path) -> list[dict[str, Any]]:
         found = read_record(folder / f"{name}.json")
         steps.append({"name": name, "status": _status(code), "seconds": int(seconds)} | found)
         steps[-1]["limit_s"] = int(limit)
+    _add_reasons(steps)
     return steps
 
 
+def _add_reasons(steps: Iterable[dict[str, Any]]) -> None:
+    """Why steps were not run, as a fact of theirs."""
+    no_triton = None
+    for step in steps:
+        if step["status"] != "not run":
+            continue
+        if step["name"] in TRITON and (no_triton or "detail" in step["facts"]):
+            no_triton = no_triton or step["facts"]["detail"]
+            step["facts"].setdefault("detail", no_triton)
+        elif step["limit_s"] < _LEAST_S:
+            step["facts"]["time_cut"] = "not run: no time was left"
+
+
 def _status(code: str) -> str:
-    if code == "-":
+    if code in ("-", str(NOT_RUN)):
         return "not run"
     if int(code) in _TIMED_OUT:
         return "timed out"
@@ -67,7 +85,8 @@ def summary(steps: list[dict[str, Any]], dry: bool, seconds: int) -> dict[str, A
     bad = [s["name"] for s in steps if s["status"] in ("failed", "timed out")]
     bad += [s["name"] for s in steps if s["status"] == "not run" and s["name"] in MUST_RUN]
     bad += [s["name"] for s in steps if s["name"] in GROUPS and not s["cases"]]
-    missing = [name for name in MUST_RUN if name not in {s["name"] for s in steps}]
+    bad += [s["name"] for s in steps if s["name"] == "triton" and _ended_empty(s)]
+    missing = [name for name in (*MUST_RUN, *TRITON) if name not in {s["name"] for s in steps}]
     wrong = sum(not case["ok"] for case in cases)
     return {
         "schema": SCHEMA,
@@ -88,6 +107,10 @@ def summary(steps: list[dict[str, Any]], dry: bool, seconds: int) -> dict[str, A
     }
 
 
+def _ended_empty(step: dict[str, Any]) -> bool:
+    return step["status"] == "ok" and not step["cases"]
+
+
 def table(found: dict[str, Any]) -> str:
     """The short table."""
     lines = [f"fastkern GPU check: {found['note'] or found['target']}"]
@@ -98,15 +121,18 @@ def table(found: dict[str, Any]) -> str:
             f"{device.get('processors', '?')} processors; commit {found['commit']}, "
             f"Python {found['python']}; {found['seconds']} s"
         )
-    lines.append(f"{'step':<12} {'result':<10} {'cases right':>12} {'s':>5}")
+    lines.append(f"{'step':<15} {'result':<10} {'cases right':>12} {'s':>5}")
     for step in found["steps"]:
         own = [case for case in found["cases"] if case["step"] == step["name"]]
         right = f"{sum(c['ok'] for c in own)}/{len(own)}" if own else ""
-        lines.append(f"{step['name']:<12} {step['status']:<10} {right:>12} {step['seconds']:>5}")
+        lines.append(f"{step['name']:<15} {step['status']:<10} {right:>12} {step['seconds']:>5}")
         lines += [f"  {text}" for text in _remarks(step["facts"], own)]
-    lines += _measure_lines(found["measures"])
+    lines += _measure_lines([m for m in found["measures"] if "over_cxx" not in m])
+    lines += _ratio_lines([m for m in found["measures"] if "over_cxx" in m])
     cut = [s["name"] for s in found["steps"] if any(key.endswith("_cut") for key in s["facts"])]
     right = f"right as far as it went: no time for all of {', '.join(cut)}" if cut else "all right"
+    if any(s["name"] == "triton" and s["status"] == "not run" for s in found["steps"]):
+        right += "; no kernel in Triton was run"
     lines.append(right if found["ok"] else "NOT RIGHT: see above")
     if found["dry"]:
         lines.append(DRY)
@@ -131,6 +157,20 @@ def _measure_lines(measures: Sequence[dict[str, Any]]) -> list[str]:
             f"{m['name']:<15} {m['case']:<46} {m['p50_us']:>9.1f} "
             f"{'' if rate is None else f'{rate:.1f}':>8} "
             f"{'' if share is None else f'{share:.0%}':>8}"
+        )
+    return lines
+
+
+def _ratio_lines(measures: Sequence[dict[str, Any]]) -> list[str]:
+    """The kernels in Triton beside those in C++: medians, taking turns."""
+    if not measures:
+        return []
+    columns = f"{'C++ us':>9} {'Triton us':>10} {'ratio':>7}"
+    lines = [f"{'Triton / C++':<15} {'case':<44} {columns}"]
+    for m in measures:
+        lines.append(
+            f"{m['name']:<15} {m['case']:<44} {m['cxx_p50_us']:>9.1f} {m['p50_us']:>10.1f} "
+            f"{m['over_cxx']:>7.2f}"
         )
     return lines
 

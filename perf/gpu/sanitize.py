@@ -83,6 +83,7 @@ def run_tool(session: Session, path: str, tool: str, seconds: float) -> bool:
     inner = session.args.out.with_suffix(f".{tool}.json")
     command = [path, "--tool", tool, "--error-exitcode", "9", sys.executable, "-m"]
     command += ["perf.gpu.sanitize", "--inner", "--target", session.args.target]
+    command += ["--kernels", session.args.kernels]
     command += ["--out", str(inner), "--seed", str(session.seed), "--seconds", str(seconds)]
     start = time.monotonic()
     # A session of its own, so that the tool's child ends with it.

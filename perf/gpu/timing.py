@@ -64,12 +64,21 @@ class Timer:
 
     def on_device(self, enqueue: Callable[[], Any]) -> Times:
         """Of what `enqueue` puts into the stream, launches and all between its events."""
-        driver, stream = self._cluster.driver, self._cluster.stream
+        self.warm_up(enqueue)
+        return times_of(self.samples_us(enqueue, self._repeats))
+
+    def warm_up(self, enqueue: Callable[[], Any]) -> None:
+        """Run it without a clock, and wait."""
         for _ in range(_WARM_UPS):
             enqueue()
+        self._cluster.driver.synchronize(self._cluster.stream)
+
+    def samples_us(self, enqueue: Callable[[], Any], repeats: int) -> list[float]:
+        """Times one by one, as `on_device` takes them; the stream is done when it returns."""
+        driver, stream = self._cluster.driver, self._cluster.stream
         events = [
             (driver.create_event(timing=True), driver.create_event(timing=True))
-            for _ in range(self._repeats)
+            for _ in range(repeats)
         ]
         driver.synchronize(stream)
         for begin, end in events:
@@ -78,11 +87,11 @@ class Timer:
             enqueue()
             driver.record(end, stream)
         driver.synchronize(stream)
-        times = [driver.elapsed_us(begin, end) for begin, end in events]
+        times_us = [driver.elapsed_us(begin, end) for begin, end in events]
         for pair in events:
             for event in pair:
                 driver.destroy_event(event)
-        return times_of(times)
+        return times_us
 
     def on_host(self, enqueue: Callable[[], Any]) -> Times:
         """From before the launch until the host knows that it is done, by the host's clock."""

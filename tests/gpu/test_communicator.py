@@ -20,16 +20,19 @@ from tests.reference import random_traffic
 SHAPES = ((1, 1), (1, 2), (2, 1), (2, 2))
 
 
-def on_gpu(servers: int, **options: Any) -> Communicator:
+def on_gpu(servers: int, kernels: str, **options: Any) -> Communicator:
+    """kernels: "cxx" or "triton", see driver.Driver."""
     torch.cuda.set_device(0)
     given = {"num_blocks": 2, "buffer_bytes": 0, "progress_timeout_s": 60.0, **options}
+    if kernels == "triton":
+        given["backend"] = "triton"
     return Communicator(servers=servers, transport="peer", **given)
 
 
-def random_calls(rank: int, ranks: int, servers: int) -> None:
+def random_calls(rank: int, ranks: int, servers: int, kernels: str) -> None:
     rng = np.random.default_rng(11)
     for policy in POLICIES:
-        with on_gpu(servers, policy=policy) as comm:
+        with on_gpu(servers, kernels, policy=policy) as comm:
             assert comm.device == torch.device("cuda", 0)
             for k, dtype in enumerate(DTYPES[:6]):
                 traffic = random_traffic(servers, ranks // servers, rng, 4000 if k == 3 else 30)
@@ -37,21 +40,21 @@ def random_calls(rank: int, ranks: int, servers: int) -> None:
             comm.barrier()
 
 
-def steps(rank: int, ranks: int, servers: int) -> None:
-    with on_gpu(servers) as comm, Communicator(servers=servers) as host:
+def steps(rank: int, ranks: int, servers: int, kernels: str) -> None:
+    with on_gpu(servers, kernels) as comm, Communicator(servers=servers) as host:
         for layout in ("expert", "rank"):
             check_step(comm, host, layout, exactly=False)
 
 
 @pytest.mark.parametrize("body", [random_calls, steps])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}x{shape[1]}")
-def test_calls(pools: SharedPools, shape: tuple[int, int], body: Any) -> None:
-    pools.pool(shape[0] * shape[1]).run(body, shape[0], timeout_s=240)
+def test_calls(pools: SharedPools, kernels: str, shape: tuple[int, int], body: Any) -> None:
+    pools.pool(shape[0] * shape[1]).run(body, shape[0], kernels, timeout_s=240)
 
 
-def in_stream_order(rank: int, ranks: int) -> None:
+def in_stream_order(rank: int, ranks: int, kernels: str) -> None:
     """What is before a call in its stream comes before it, and what follows comes after."""
-    with on_gpu(1) as comm:
+    with on_gpu(1, kernels) as comm:
         for queued in (False, True):
             side = torch.cuda.Stream()
             with torch.cuda.stream(side):
@@ -70,12 +73,12 @@ def in_stream_order(rank: int, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_stream_order(pools: SharedPools, num_ranks: int) -> None:
-    pools.pool(num_ranks).run(in_stream_order, timeout_s=120)
+def test_stream_order(pools: SharedPools, kernels: str, num_ranks: int) -> None:
+    pools.pool(num_ranks).run(in_stream_order, kernels, timeout_s=120)
 
 
-def captured(rank: int, ranks: int) -> str:
-    with on_gpu(1) as comm:
+def captured(rank: int, ranks: int, kernels: str) -> str:
+    with on_gpu(1, kernels) as comm:
         x = torch.zeros(4, device="cuda")
         try:
             with torch.cuda.graph(torch.cuda.CUDAGraph()):
@@ -85,6 +88,6 @@ def captured(rank: int, ranks: int) -> str:
     return ""
 
 
-def test_a_call_is_not_captured(pools: SharedPools) -> None:
-    (text,) = pools.pool(1).run(captured)
+def test_a_call_is_not_captured(pools: SharedPools, kernels: str) -> None:
+    (text,) = pools.pool(1).run(captured, kernels, timeout_s=120)
     assert "cannot be captured into a graph" in text

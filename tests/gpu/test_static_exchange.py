@@ -81,9 +81,9 @@ def captured(layer: Layer, pause_s: float = 0) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def replays(rank: int, ranks: int, servers: int, planner: str) -> None:
+def replays(rank: int, ranks: int, servers: int, planner: str, kernels: str) -> None:
     del ranks
-    with on_gpu(servers) as comm, torch.no_grad():
+    with on_gpu(servers, kernels) as comm, torch.no_grad():
         layer = layer_of(comm, planner)
         graph = captured(layer)
         kept = layer.got, layer.sums
@@ -105,14 +105,14 @@ def replays(rank: int, ranks: int, servers: int, planner: str) -> None:
 
 @pytest.mark.parametrize("planner", PLANNERS)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}x{shape[1]}")
-def test_replays(pools: SharedPools, shape: tuple[int, int], planner: str) -> None:
-    pools.pool(shape[0] * shape[1]).run(replays, shape[0], planner, timeout_s=240)
+def test_replays(pools: SharedPools, shape: tuple[int, int], planner: str, kernels: str) -> None:
+    pools.pool(shape[0] * shape[1]).run(replays, shape[0], planner, kernels, timeout_s=240)
 
 
-def refused(rank: int, ranks: int, servers: int, planner: str) -> str:
+def refused(rank: int, ranks: int, servers: int, planner: str, kernels: str) -> str:
     """Rank 1's index is bad in one replay; the next one is as if nothing had been."""
     del ranks
-    with on_gpu(servers) as comm, torch.no_grad():
+    with on_gpu(servers, kernels) as comm, torch.no_grad():
         layer = layer_of(comm, planner)
         graph = captured(layer)
         layer.refill(rank)
@@ -139,18 +139,20 @@ def refused(rank: int, ranks: int, servers: int, planner: str) -> str:
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
-def test_a_bad_index_is_told_of_on_every_rank(pools: SharedPools, planner: str) -> None:
-    texts = pools.pool(2).run(refused, 1, planner, timeout_s=120)
+def test_a_bad_index_is_told_of_on_every_rank(
+    pools: SharedPools, planner: str, kernels: str
+) -> None:
+    texts = pools.pool(2).run(refused, 1, planner, kernels, timeout_s=120)
     assert len(texts) == 2
     for text in texts:
         assert "topk_idx[5][2] of rank 1 is neither -1 nor one of 7 experts" in text
 
 
-def watched(rank: int, ranks: int, planner: str) -> None:
+def watched(rank: int, ranks: int, planner: str, kernels: str) -> None:
     """The watchdog looks many times while a graph is captured, in the mode that refuses what any
     thread does meanwhile that might break it; launches are under way before."""
     del rank, ranks
-    with on_gpu(1, progress_timeout_s=0.05) as comm, torch.no_grad():
+    with on_gpu(1, kernels, progress_timeout_s=0.05) as comm, torch.no_grad():
         layer = layer_of(comm, planner)
         x = torch.zeros(4, device="cuda")
         comm.all_to_all_single(torch.empty_like(x), x)
@@ -166,8 +168,8 @@ def watched(rank: int, ranks: int, planner: str) -> None:
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
-def test_the_watchdog_leaves_captures_alone(pools: SharedPools, planner: str) -> None:
-    pools.pool(1).run(watched, planner, timeout_s=120)
+def test_the_watchdog_leaves_captures_alone(pools: SharedPools, planner: str, kernels: str) -> None:
+    pools.pool(1).run(watched, planner, kernels, timeout_s=120)
 
 
 class Training(Layer):
@@ -196,9 +198,9 @@ class Training(Layer):
             torch.testing.assert_close(made, right)
 
 
-def trained(rank: int, ranks: int, servers: int, planner: str) -> None:
+def trained(rank: int, ranks: int, servers: int, planner: str, kernels: str) -> None:
     del ranks
-    with on_gpu(servers) as comm:
+    with on_gpu(servers, kernels) as comm:
         like = torch.zeros(TOKENS, WIDTH, device="cuda", dtype=torch.bfloat16)
         first = comm.static_exchange(
             like,
@@ -230,6 +232,8 @@ def trained(rank: int, ranks: int, servers: int, planner: str) -> None:
 
 @pytest.mark.parametrize("planner", PLANNERS)
 @pytest.mark.parametrize("shape", [(1, 2), (2, 2)], ids=lambda shape: f"{shape[0]}x{shape[1]}")
-def test_training_steps(pools: SharedPools, shape: tuple[int, int], planner: str) -> None:
+def test_training_steps(
+    pools: SharedPools, shape: tuple[int, int], planner: str, kernels: str
+) -> None:
     """Forward and backward in one graph, two layers in flight on one heap."""
-    pools.pool(shape[0] * shape[1]).run(trained, shape[0], planner, timeout_s=240)
+    pools.pool(shape[0] * shape[1]).run(trained, shape[0], planner, kernels, timeout_s=240)
