@@ -38,9 +38,9 @@ _KINDS = {4: "i32", 8: "i64"}  # of a record's fields
 # No pipelines: rows are written for others to see, and none are computed with. No contraction: sums
 # are the same bit by bit on every target.
 _OPTIONS = {"num_stages": 1, "enable_fp_fusion": False}
-_MOST_REGISTERS = (
-    168  # of a lane, on NVIDIA: left alone, ptxas rather spills than use more than 128
-)
+# Of a lane, on NVIDIA: left alone, ptxas rather spills than use more than 128.
+_MOST_REGISTERS = 168
+_MORE_REGISTERS = {"combine": 255}  # by entry
 _REGISTERS = 65536  # of a multiprocessor
 
 
@@ -81,7 +81,7 @@ def compile_triton(
         with _one_at_a_time, _leaving_nothing(triton):
             for name in entries.ENTRIES[entry]:
                 try:
-                    kernels.append(_compile(triton, name, found, warps, given))
+                    kernels.append(_compile(triton, entry, name, found, warps, given))
                 except CompileError as error:
                     raise CompileError(entry, target, arch, error.log) from None
                 except Exception as error:
@@ -99,7 +99,7 @@ def compile_triton(
         lanes=[str(num_lanes)],
         options=[
             *(f"{name}={value}" for name, value in sorted(_OPTIONS.items())),
-            f"registers={_MOST_REGISTERS}",
+            f"registers={_MORE_REGISTERS.get(entry, _MOST_REGISTERS)}",
         ],
         constants=[f"{name}={value}" for name, value in given.items()],
         entry=[entry, *entries.ENTRIES[entry]],
@@ -118,12 +118,13 @@ def sources() -> dict[str, str]:
     return {path.name: path.read_text(encoding="utf-8") for path in folder.glob("*.py")}
 
 
-def options_of(target: Any, warps: int) -> dict[str, Any]:
-    """What kernels are compiled with. target: Triton's GPUTarget."""
+def options_of(target: Any, warps: int, entry: str = "exchange") -> dict[str, Any]:
+    """What an entry's kernels are compiled with. target: Triton's GPUTarget."""
     options: dict[str, Any] = {"num_warps": warps, **_OPTIONS}
     if target.backend == "cuda":
         lanes = warps * target.warp_size
-        options["maxnreg"] = min(_MOST_REGISTERS, _REGISTERS // lanes // 8 * 8)
+        most = _MORE_REGISTERS.get(entry, _MOST_REGISTERS)
+        options["maxnreg"] = min(most, _REGISTERS // lanes // 8 * 8)
     return options
 
 
@@ -171,7 +172,7 @@ def _leaving_nothing(triton: Any) -> Iterator[None]:
 
 
 def _compile(
-    triton: Any, name: str, target: Any, warps: int, constants: Mapping[str, int]
+    triton: Any, entry: str, name: str, target: Any, warps: int, constants: Mapping[str, int]
 ) -> TritonKernel:
     """One kernel. Raises CompileError where it is not such as it must be."""
     from ..kernels.triton import entry as entries
@@ -186,7 +187,7 @@ def _compile(
     signature = {field: _KINDS[record[field].itemsize] for field in fields}
     signature |= dict.fromkeys(constants, "constexpr")
     source = triton.compiler.ASTSource(fn=function, signature=signature, constexprs=constants)
-    made = triton.compile(source, target=target, options=options_of(target, warps))
+    made = triton.compile(source, target=target, options=options_of(target, warps, entry))
     text, code = (made.asm[kind] for kind in _BINARIES[target.backend])
     _check_metadata(name, made.metadata, warps)
     parameters = read_parameters(target.backend, name, text)

@@ -35,6 +35,7 @@ class Source:
     # By parameter, "i64" where nothing is said.
     types: tuple[tuple[str, str], ...] = ()
     threads: int = THREADS
+    entry: str = "exchange"  # whose options it is compiled with
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def compile_source(source: Source, arch: str) -> Build:
                 constexprs={n: CONSTANTS[n] for n in names if n.isupper()},
             ),
             target=target,
-            options=options_of(target, source.threads // target.warp_size),
+            options=options_of(target, source.threads // target.warp_size, source.entry),
         )
     major, minor = triton.__version__.split(".")[:2]
     version = (int(major), int(minor))
