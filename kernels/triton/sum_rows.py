@@ -208,7 +208,7 @@ def _sum_columns(call, rows, row, own_row, column, here, WIDE: tl.constexpr, SUM
         for k in range(terms.count):
             number = terms.number
             if terms.listed != 0:
-                number = load32(terms.listed + k * 4)
+                number = load32(terms.listed + (row * 0 + k) * 4)
             if number != at.NONE:
                 num_terms += 1
                 source = terms.source + number * terms.row_bytes
