@@ -6,12 +6,10 @@ import re
 
 from tests.device_compile.listing import Kernel, sass_kernels
 from tests.device_compile.toolchain import ROOT
-from tests.triton_compile import releases
 from tests.triton_compile.builds import Build
 from tests.triton_compile.devices import DEVICES
 from tests.triton_compile.listing import SOURCES, function_at, ttir_frames, ttir_places
 
-_FEW_BYTES = 64  # of a thread
 # Positions in a tile of at most 32 choices are computed in 32 bits.
 _SMALL = {"read_choices"}
 # 32-bit arithmetic that may wrap.
@@ -24,15 +22,14 @@ def general_faults(build: Build, kernel: Kernel) -> list[str]:
 
 
 def spill_faults(build: Build) -> list[str]:
-    """No register lies in memory: no spills, no arrays of a thread. A few may with old releases."""
+    """No register lies in memory: no spills, no arrays of a thread."""
     if build.arch.startswith("sm_"):
         fields = re.findall(r"\b(STACK|LOCAL):(\d+)", build.usage)
         if not fields:
             return ["nothing is said of the stack"]
         (machine,) = sass_kernels(build.sass, ROOT).values()
-        most = 0 if build.triton >= releases.HOLDS_A_DISPATCH_IN_REGISTERS else _FEW_BYTES
-        faults = [f"{name} {value}" for name, value in fields if int(value) > most]
-        return faults + machine.texts(r"LD\S*\.CONSTANT" if most else r"LDL|STL|LD\S*\.CONSTANT")
+        faults = [f"{name} {value}" for name, value in fields if int(value) != 0]
+        return faults + machine.texts(r"LDL|STL|LD\S*\.CONSTANT")
     names = ("vgpr_spill_count", "private_segment_fixed_size")
     return [f"{name} {found}" for name in names if (found := _said(build, name)) != [0]]
 

@@ -8,4 +8,3 @@ TENSOR_SWAP_IS_MASKED = (3, 8)  # AMD; before, each element is swapped by severa
 WAITS_FOR_WRITE_BACK = (3, 8)  # AMD; before, only where stores are on their way
 KEEPS_UNUSED_ACQUIRES = (3, 9)  # before, they go, or the barrier behind them
 KEEPS_VOLATILE_LOADS = (3, 9)  # AMD
-HOLDS_A_DISPATCH_IN_REGISTERS = (3, 9)  # NVIDIA; before, some bytes of a thread lie in memory
