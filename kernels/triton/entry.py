@@ -21,7 +21,10 @@ NAMES = tuple(name for names in ENTRIES.values() for name in names)
 
 def entry_of(name: str) -> str:
     """The entry that holds a kernel; raises KeyError for an unknown one."""
-    return next(entry for entry, names in ENTRIES.items() if name in names)
+    for entry, names in ENTRIES.items():
+        if name in names:
+            return entry
+    raise KeyError(name)
 
 
 def record_of(name: str) -> str:

@@ -102,7 +102,7 @@ OTHERS = {
         "padding",
     ),
     "row header": (
-        Edit("kernels/body/handle.h", r"u32 local_rank;", "u64 local_rank;"),
+        Edit("kernels/body/handle.h", r"X\(u32, local_rank\)", "X(u64, local_rank)"),
         "layout",
     ),
     "handle": (Edit("kernels/body/handle.h", r" +X\(u64, alignment\).*\\\n", ""), "layout"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +20,8 @@ def started(request: pytest.FixtureRequest) -> Iterator[None]:
     """
     wanted: dict[tuple[builds.Source, str], bool] = {}
     for item in request.session.items:
+        if item.path.parent != Path(__file__).parent:
+            continue
         callspec = getattr(item, "callspec", None)
         given = callspec.params if callspec else {}
         name, arch = given.get("name", ""), given.get("arch", "")
