@@ -13,9 +13,11 @@ from .driver import Driver
 from .networks import KINDS, NetworkKind
 from .open_driver import open_driver, triton_target
 from .streams import HostStreams, StreamOrder, TorchStreams
+from .triton_network import check_triton_network
 
-# Of the kernels in Triton. One between servers is a library's bitcode that they are linked with.
-TRITON_TRANSPORTS = ("peer",)
+# Of the kernels in Triton. Those between servers are libraries' bitcode that Triton links; it links
+# none into code for AMD.
+TRITON_TRANSPORTS = ("peer", "nvshmem", "nccl_gin")
 _MEMBERS = ("target", "device", "launch", "resident_blocks")  # of a Driver, to tell one by
 
 
@@ -49,6 +51,11 @@ def kernels_of(driver: Any) -> str:
     return str(getattr(driver, "kernels", "cxx"))
 
 
+def is_triton(backend: Any) -> bool:
+    """Whether a backend, a name or a driver, runs the kernels in Triton."""
+    return bool(backend == "triton") or kernels_of(backend) == "triton"
+
+
 def backend_name(backend: Any, transport: Transport) -> str:
     """What all ranks must have in common of the backend that they were given, or None.
 
@@ -78,7 +85,7 @@ def check_backend(backend: Any, transport: Transport) -> None:
         missing = [name for name in _MEMBERS if not hasattr(backend, name)]
         if missing:
             raise TypeError(f"backend must be a name or a Driver, not {backend!r}")
-    if backend == "triton" or kernels_of(backend) == "triton":
+    if is_triton(backend):
         check_triton_transport(transport)
     name = backend_name(backend, transport)
     on_device = name != "host"
@@ -110,6 +117,7 @@ def check_triton_transport(transport: Transport) -> None:
         raise ValueError(
             f"backend triton: its kernels go over {', '.join(TRITON_TRANSPORTS)}, not over "
             f"{transport.name}"
+            + (": rocshmem is for the kernels in C++, backend hip" * (transport.name == "rocshmem"))
         )
 
 
@@ -122,7 +130,9 @@ def open_backend(backend: Any, transport: Transport) -> DeviceBackend | None:
     if name == "host":
         return None
     network = None if transport.name == "peer" else KINDS[transport.name]
-    if network is not None:
+    if network is not None and _target_of(backend, transport) == "cuda" and is_triton(backend):
+        check_triton_network(transport.name)
+    elif network is not None:
         network.check()
     if not isinstance(backend, (str, type(None))):
         return DeviceBackend(backend, _streams_of(backend), owned=False, network=network)

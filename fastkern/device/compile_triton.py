@@ -26,6 +26,7 @@ from .kernel_cache import KernelCache, key_of
 from .records import DTYPES
 from .triton_image import TritonImage, TritonKernel, pack_image
 from .triton_library import import_triton, interpreting
+from .triton_network import extern_libs, identity_of, undefined
 from .triton_parameters import check_parameters, read_parameters
 from .virtual_kernels import TEAM_LANES, check_lanes
 
@@ -41,6 +42,7 @@ _OPTIONS = {"num_stages": 1, "enable_fp_fusion": False}
 # Of a lane, on NVIDIA: left alone, ptxas rather spills than use more than 128.
 _MOST_REGISTERS = 168
 _MORE_REGISTERS = {"dispatch": 216, "combine": 255}  # by entry; one block a multiprocessor so or so
+_REGISTERS_WITH_LIBRARY = 255  # of what is linked with one between servers
 _REGISTERS = 65536  # of a multiprocessor
 
 
@@ -74,6 +76,10 @@ def compile_triton(
         raise ValueError(f"no entry {entry!r} in Triton; there are: {', '.join(entries.ENTRIES)}")
     given = dict(sorted(constants.items()))
     found = _gpu_target(target, arch)
+    transport = _transport_of(given)
+    if transport != "peer" and target != "cuda":
+        raise ValueError(f"the kernels in Triton know no {transport} on {target}")
+    libraries = {} if transport == "peer" else extern_libs(transport, arch)
 
     def compile_now() -> bytes:
         start = time.monotonic()
@@ -81,7 +87,7 @@ def compile_triton(
         with _one_at_a_time, _leaving_nothing(triton):
             for name in entries.ENTRIES[entry]:
                 try:
-                    kernels.append(_compile(triton, entry, name, found, warps, given))
+                    kernels.append(_compile(triton, entry, name, found, warps, given, libraries))
                 except CompileError as error:
                     raise CompileError(entry, target, arch, error.log) from None
                 except Exception as error:
@@ -99,8 +105,9 @@ def compile_triton(
         lanes=[str(num_lanes)],
         options=[
             *(f"{name}={value}" for name, value in sorted(_OPTIONS.items())),
-            f"registers={_MORE_REGISTERS.get(entry, _MOST_REGISTERS)}",
+            f"registers={_MORE_REGISTERS.get(entry, _MOST_REGISTERS)},{_REGISTERS_WITH_LIBRARY}",
         ],
+        libraries=[] if transport == "peer" else identity_of(transport, arch),
         constants=[f"{name}={value}" for name, value in given.items()],
         entry=[entry, *entries.ENTRIES[entry]],
         layout=[layout.DIGEST],
@@ -118,14 +125,35 @@ def sources() -> dict[str, str]:
     return {path.name: path.read_text(encoding="utf-8") for path in folder.glob("*.py")}
 
 
-def options_of(target: Any, warps: int, entry: str = "exchange") -> dict[str, Any]:
-    """What an entry's kernels are compiled with. target: Triton's GPUTarget."""
+def options_of(
+    target: Any,
+    warps: int,
+    entry: str = "exchange",
+    libraries: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """What an entry's kernels are compiled with. target: Triton's GPUTarget. libraries: what they
+    are linked with, by name."""
     options: dict[str, Any] = {"num_warps": warps, **_OPTIONS}
+    if libraries:
+        options["extern_libs"] = dict(libraries)
     if target.backend == "cuda":
         lanes = warps * target.warp_size
         most = _MORE_REGISTERS.get(entry, _MOST_REGISTERS)
+        if libraries:
+            most = max(most, _REGISTERS_WITH_LIBRARY)
         options["maxnreg"] = min(most, _REGISTERS // lanes // 8 * 8)
     return options
+
+
+def _transport_of(constants: Mapping[str, int]) -> str:
+    """By what stands for it among a kernel's constants."""
+    from ..kernels.triton.entry import TRANSPORTS
+
+    number = constants.get("TRANSPORT", TRANSPORTS["peer"])
+    names = [name for name, known in TRANSPORTS.items() if known == number and name != "shared"]
+    if not names:
+        raise ValueError(f"no transport {number} on devices; there are: {TRANSPORTS}")
+    return names[0]
 
 
 def _check(target: str, arch: str, num_lanes: int) -> int:
@@ -172,12 +200,18 @@ def _leaving_nothing(triton: Any) -> Iterator[None]:
 
 
 def _compile(
-    triton: Any, entry: str, name: str, target: Any, warps: int, constants: Mapping[str, int]
+    triton: Any,
+    entry: str,
+    name: str,
+    target: Any,
+    warps: int,
+    constants: Mapping[str, int],
+    libraries: Mapping[str, str],
 ) -> TritonKernel:
     """One kernel. Raises CompileError where it is not such as it must be."""
     from ..kernels.triton import entry as entries
 
-    function = entries.kernel_of(name)
+    function = entries.kernel_of(name, between_servers="TRANSPORT" in constants)
     record = DTYPES[entries.record_of(name)]
     fields = record.names or ()
     wanted = [*fields, *constants]
@@ -187,9 +221,13 @@ def _compile(
     signature = {field: _KINDS[record[field].itemsize] for field in fields}
     signature |= dict.fromkeys(constants, "constexpr")
     source = triton.compiler.ASTSource(fn=function, signature=signature, constexprs=constants)
-    made = triton.compile(source, target=target, options=options_of(target, warps, entry))
+    made = triton.compile(
+        source, target=target, options=options_of(target, warps, entry, libraries)
+    )
     text, code = (made.asm[kind] for kind in _BINARIES[target.backend])
     _check_metadata(name, made.metadata, warps)
+    if target.backend == "cuda" and (missing := undefined(text)):
+        raise _wrong(f"{name} calls what no library here has: {', '.join(missing)}")
     parameters = read_parameters(target.backend, name, text)
     check_parameters(name, record, parameters)
     last, num_bytes = parameters[-1]

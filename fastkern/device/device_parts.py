@@ -89,8 +89,7 @@ def make_parts(
             )
             network = kind.make(setting)
             network.start()
-            module = kernels.module_of("fastkern_exchange", num_lanes)
-            _tell_of_kernels(network, entry, module, made)
+            _tell_of_kernels(network, entry, kernels.moving_modules(num_lanes), made)
         slots = flag_slots(topology.servers, topology.gpus_per_server, DEFAULT_CHUNK_SLOTS)
         size = options.buffer_bytes
         heap = SymmetricHeap(driver, entry, slots, _RECORD_BYTES, size, network, link)
@@ -103,13 +102,16 @@ def make_parts(
     return DeviceParts(kernels, entry, heap, 0 if network is None else network.args)
 
 
-def _tell_of_kernels(network: Network, entry: Entry, module: Any, made: ExitStack) -> None:
+def _tell_of_kernels(
+    network: Network, entry: Entry, modules: Sequence[Any], made: ExitStack
+) -> None:
     leave = ExitStack()
     made.callback(leave.close)
 
     def tell() -> None:
-        network.after_load(module)
-        leave.callback(_leave, network, module)
+        for module in modules:
+            network.after_load(module)
+            leave.callback(_leave, network, module)
 
     try:
         together(entry, "kernels of the network", tell)

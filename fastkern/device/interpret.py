@@ -31,7 +31,8 @@ def interpret(name: str, grid: int, arguments: bytes, constants: Mapping[str, An
     fields = record.dtype.names or ()
     with _one_at_a_time, _language_patched_once():
         try:
-            kernel_of(name)[(grid,)](*(int(record[field]) for field in fields), **constants)
+            kernel = kernel_of(name, between_servers="TRANSPORT" in constants)
+            kernel[(grid,)](*(int(record[field]) for field in fields), **constants)
         except Exception as error:
             raise _first_error(name, error) from error
 

@@ -8,7 +8,7 @@ driver's handles.
 In this order, on all ranks:
 
     start()               the library, and what kernels are given (`args`, NetworkArgs)
-    after_load(module)    of the image that holds the kernels that move rows
+    after_load(module)    of each image that holds kernels which move rows
     open, place           the heap's parts; again with other data when it grows, between kernels
     before_unload(module), and unmap, free, close     each rank by itself, when no kernel runs;
                           memory may go first, or stay until other ranks have let go of it
@@ -59,7 +59,7 @@ class Network(PeerMemory, Protocol):
         """
 
     def after_load(self, module: Any) -> None:
-        """The driver's module that holds the kernels has been loaded. Raises FastkernError."""
+        """A module of the driver's that holds kernels has been loaded. Raises FastkernError."""
 
     def before_unload(self, module: Any) -> None:
         """It will be unloaded."""

@@ -147,6 +147,7 @@ class GinNetwork(LibraryNetwork):
         self.record["comm"] = self.keep(bytes(made))
         self.record["written"] = self.keep(bytes(8 * flags))
         self.record["puts"] = self.keep(bytes(8 * made.gin_context_count))
+        self.record["num_contexts"] = made.gin_context_count
 
     def stop_library(self) -> None:
         steps: list[tuple[str, Callable[[], object]]] = []

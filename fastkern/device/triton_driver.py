@@ -81,6 +81,12 @@ class TritonDriver:
             _, (_, loaded) = module.kernels.popitem()
             self._driver.unload_module(loaded)
 
+    def parts_of(self, module: Any) -> list[Any]:
+        """The wrapped driver's modules: one, or one of each kernel."""
+        if not isinstance(module, _Module):
+            return [module]
+        return [loaded for _, loaded in module.kernels.values()]
+
     def function(self, module: Any, name: str) -> Any:
         if not isinstance(module, _Module):
             return self._driver.function(module, name)

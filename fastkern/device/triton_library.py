@@ -20,13 +20,23 @@ def import_triton() -> Any:
         raise DeviceUnavailableError(
             f"cannot import triton ({error}), which backend triton needs: {_INSTALL}"
         ) from error
-    found = re.match(r"(\d+)\.(\d+)", str(triton.__version__))
-    if found is None or tuple(map(int, found.groups())) < OLDEST:
-        raise DeviceUnavailableError(
-            f"Triton {triton.__version__} is too old: backend triton needs "
-            f"{OLDEST[0]}.{OLDEST[1]} or later: {_INSTALL}"
-        )
+    _check_release(triton, OLDEST, "backend triton")
     return triton
+
+
+def check_release(oldest: tuple[int, int], what: str) -> None:
+    """Raise DeviceUnavailableError unless Triton is of this release or a later one, which `what`
+    needs beside backend triton."""
+    _check_release(import_triton(), oldest, f"{what} of backend triton")
+
+
+def _check_release(triton: Any, oldest: tuple[int, int], what: str) -> None:
+    found = re.match(r"(\d+)\.(\d+)", str(triton.__version__))
+    if found is None or tuple(map(int, found.groups())) < oldest:
+        raise DeviceUnavailableError(
+            f"Triton {triton.__version__} is too old: {what} needs "
+            f"{oldest[0]}.{oldest[1]} or later: {_INSTALL}"
+        )
 
 
 def interpreting() -> bool:

@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ..kernels.triton.entry import TRANSPORTS
 from ..tuning.choose import MOST_LANES, TILE_BYTES_BY_DEFAULT
 from ..tuning.profile import LEAST_TILE_BYTES, MOST_TILE_BYTES
 from .compile import compile_entry
 from .driver import Driver
-from .sources import image_name
+from .sources import MOVING, image_name
 from .triton_image import TritonImage, pack_image
 
 # Kernels by the entry that holds them, see kernels/entry.
@@ -65,6 +66,8 @@ def default_load(
         target, architecture = driver.target, driver.properties().architecture
         if is_triton(driver, entry):
             constants = {} if entry == "route" else {"TILE_BYTES": tile_bytes}
+            if entry in MOVING and transport != "peer":
+                constants["TRANSPORT"] = TRANSPORTS["shared" if target == "host" else transport]
             if target == "host":
                 return pack_image(TritonImage(target, architecture, constants))
             from .compile_triton import compile_triton
@@ -152,6 +155,17 @@ class Kernels:
         if key not in self._modules:
             self._modules[key] = self._driver.load_module(self._load(entry, lanes))
         return self._modules[key]
+
+    def moving_modules(self, num_lanes: int) -> list[Any]:
+        """All of the driver's modules that hold kernels which move rows, once each. Where the
+        driver keeps several under one name, those."""
+        modules: list[Any] = []
+        for name in PERSISTENT:
+            module = self.module_of(name, num_lanes)
+            for part in getattr(self._driver, "parts_of", lambda whole: [whole])(module):
+                if part not in modules:
+                    modules.append(part)
+        return modules
 
     def _compiled_lanes(self, name: str, num_lanes: int) -> int:
         """What an image is made for; 0 where one is good for all."""

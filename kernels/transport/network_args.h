@@ -12,15 +12,16 @@ namespace fastkern {
 
 using NumbersOfRanks = const u32*;
 
-#define FASTKERN_NETWORK_FIELDS(X)                                                              \
-    X(NumbersOfRanks, peers)    /* [R] what the library calls each rank: PE, or rank */         \
-    X(InputBytes, heap)         /* nccl_gin: where the control words begin here */              \
-    X(InputBytes, comm)         /* nccl_gin: ncclDevComm, in device memory */                   \
-    X(OutputBytes, window)      /* nccl_gin: ncclWindow_t of control words and flags */         \
-    X(OutputBytes, data_window) /* nccl_gin: ncclWindow_t of the data */                        \
-    X(Words, written) /* nccl_gin: [R][2 + chunk_slots] what the flags of others were set to */ \
-    X(Words, puts)    /* nccl_gin: [contexts] puts begun since the communicator was made */
+#define FASTKERN_NETWORK_FIELDS(X)                                                                 \
+    X(NumbersOfRanks, peers)    /* [R] what the library calls each rank: PE, or rank */            \
+    X(InputBytes, heap)         /* nccl_gin: where the control words begin here */                 \
+    X(InputBytes, comm)         /* nccl_gin: ncclDevComm, in device memory */                      \
+    X(OutputBytes, window)      /* nccl_gin: ncclWindow_t of control words and flags */            \
+    X(OutputBytes, data_window) /* nccl_gin: ncclWindow_t of the data */                           \
+    X(Words, written)    /* nccl_gin: [R][2 + chunk_slots] what the flags of others were set to */ \
+    X(Words, puts)       /* nccl_gin: [contexts] puts begun since the communicator was made */     \
+    X(u64, num_contexts) /* nccl_gin: what ncclDevComm says, for kernels that cannot read it */
 FASTKERN_RECORD(NetworkArgs, FASTKERN_NETWORK_FIELDS);
-static_assert(sizeof(NetworkArgs) == 56, "layout");
+static_assert(sizeof(NetworkArgs) == 64, "layout");
 
 }  // namespace fastkern

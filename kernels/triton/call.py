@@ -1,6 +1,7 @@
-"""What a block knows of its call, and how ranks tell one another of it over mapped memory.
+"""What a block knows of its call, and how ranks tell one another of it.
 
-Every peer's heap is written with plain stores; a flag lives with its waiter and has one writer.
+Inside a server every peer's heap is written with plain stores; between servers, where there are
+any, a library does it (network.py). A flag lives with its waiter and has one writer.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import triton
 import triton.language as tl
 
 from . import layout as at
-from .access import acquire, finish_writes, get, load64, place, swap_far
+from . import network, wires
+from .access import finish_writes, get, load64
+from .mapped import claims_of, raise_abort_from
 from .target import forget, store_release
-
-_COUNT_LANES = tl.constexpr(1024)  # at least a block's threads
+from .transport import ONE_SERVER, PEER
 
 
 class Call(NamedTuple):
@@ -36,21 +38,59 @@ class Call(NamedTuple):
     epoch: tl.tensor
 
 
+class FarCall(NamedTuple):
+    """A call between servers: a Call, and a tuple as long as the number of the transport."""
+
+    args: tl.tensor
+    rank: tl.tensor
+    header: tl.tensor
+    stages: tl.tensor
+    streams: tl.tensor
+    segments: tl.tensor
+    row_bytes: tl.tensor
+    control: tl.tensor
+    flags: tl.tensor
+    epoch: tl.tensor
+    wire: tl.tuple
+
+
 @triton.jit
 def forget_call(call):
     """The same call, of which nothing is known that has been computed from it."""
-    return Call(
-        args=forget(call.args),
-        rank=call.rank,
-        header=forget(call.header),
-        stages=forget(call.stages),
-        streams=forget(call.streams),
-        segments=forget(call.segments),
-        row_bytes=call.row_bytes,
-        control=forget(call.control),
-        flags=forget(call.flags),
-        epoch=call.epoch,
-    )
+    args = forget(call.args)
+    header = forget(call.header)
+    stages = forget(call.stages)
+    streams = forget(call.streams)
+    segments = forget(call.segments)
+    control = forget(call.control)
+    flags = forget(call.flags)
+    if len(call) == ONE_SERVER:
+        return Call(
+            args,
+            call.rank,
+            header,
+            stages,
+            streams,
+            segments,
+            call.row_bytes,
+            control,
+            flags,
+            call.epoch,
+        )
+    else:
+        return FarCall(
+            args,
+            call.rank,
+            header,
+            stages,
+            streams,
+            segments,
+            call.row_bytes,
+            control,
+            flags,
+            call.epoch,
+            call.wire,
+        )
 
 
 @triton.jit
@@ -72,7 +112,7 @@ def links_of(call):
 
 
 @triton.jit
-def open_call(ranks, blocks_per_rank):
+def open_call(ranks, blocks_per_rank, TRANSPORT: tl.constexpr):
     """The call of this program: ranks' blocks follow one another in the launch."""
     index = (tl.program_id(0) // blocks_per_rank).to(tl.int64)
     args = ranks.to(tl.int64) + index * at.SIZEOF_ARGS
@@ -84,18 +124,25 @@ def open_call(ranks, blocks_per_rank):
     epoch = get(args, at.ARGS_EPOCH)
     if epoch == 0:  # the last block out advances the word, after every block has read it
         epoch = get(control, at.CONTROL_EPOCH) + 1
-    return Call(
-        args=args,
-        rank=rank,
-        header=header,
-        stages=stages,
-        streams=streams,
-        segments=streams + get(header, at.HEADER_NUM_STREAMS) * at.SIZEOF_STREAM,
-        row_bytes=get(header, at.HEADER_ROW_BYTES),
-        control=control,
-        flags=load64(get(args, at.ARGS_FLAGS) + rank * 8),
-        epoch=epoch,
-    )
+    segments = streams + get(header, at.HEADER_NUM_STREAMS) * at.SIZEOF_STREAM
+    row_bytes = get(header, at.HEADER_ROW_BYTES)
+    flags = load64(get(args, at.ARGS_FLAGS) + rank * 8)
+    if TRANSPORT == PEER:
+        return Call(args, rank, header, stages, streams, segments, row_bytes, control, flags, epoch)
+    else:
+        return FarCall(
+            args,
+            rank,
+            header,
+            stages,
+            streams,
+            segments,
+            row_bytes,
+            control,
+            flags,
+            epoch,
+            (None,) * TRANSPORT,
+        )
 
 
 @triton.jit
@@ -136,22 +183,26 @@ def data_of(call, rank):
 
 
 @triton.jit
-def control_of(call, rank):
-    """A rank's Control, as mapped here."""
-    return load64(get(call.args, at.ARGS_CONTROLS) + rank * 8)
-
-
-@triton.jit
 def stamp(call, value):
     """What a flag holds once it has been raised to `value` in this call."""
     return (call.epoch << at.VALUE_BITS) + value
 
 
 @triton.jit
-def raise_flag(call, rank, slot, value):
-    """Release a flag; what the block has written before is in order only behind a barrier."""
+def _release_flag(call, rank, slot, value):
     flags = load64(get(call.args, at.ARGS_FLAGS) + rank * 8)
     store_release(flags + slot * 8, stamp(call, value))
+
+
+@triton.jit
+def raise_flag(call, rank, slot, value):
+    """Release a flag; what the block has written before is in order only behind a barrier."""
+    if len(call) == ONE_SERVER:
+        _release_flag(call, rank, slot, value)
+    elif network.is_far(call, rank):
+        wires.set_flag(call, rank, slot, stamp(call, value))
+    else:
+        _release_flag(call, rank, slot, value)
 
 
 @triton.jit
@@ -163,29 +214,19 @@ def signal(call, rank, slot, value):
 
 @triton.jit
 def claims_of_all(call):
-    """Claims of all ranks: changes while any of them gets on. Reads the peers' words, by plain
-    loads, one or more for each thread, and a sum over all threads."""
-    acquire(place(call.control, at.CONTROL_ABORT))  # none from a cache, where volatile is ignored
-    num_words = get(call.header, at.HEADER_NUM_RANKS) * at.NUM_QUEUES
-    controls = get(call.args, at.ARGS_CONTROLS)
-    lane = tl.arange(0, _COUNT_LANES).to(tl.int64)
-    total = call.rank * 0
-    for first in range(0, num_words, _COUNT_LANES):
-        word = first + lane
-        here = word < num_words
-        control = load64(controls + word // at.NUM_QUEUES * 8, here)
-        ticket = place(control, at.CONTROL_TICKETS) + word % at.NUM_QUEUES * 8
-        pointer = ticket.to(tl.pointer_type(tl.int64))
-        total += tl.sum(tl.load(pointer, mask=here, other=0, volatile=True))
-    return total
+    """What changes while any rank gets on: claims of all of them. Between servers those of this
+    server, and what others have told of theirs."""
+    if len(call) == ONE_SERVER:
+        controls = get(call.args, at.ARGS_CONTROLS)
+        return claims_of(call, controls, get(call.header, at.HEADER_NUM_RANKS))
+    else:
+        return network.progress_of_all(call)
 
 
 @triton.jit
 def raise_abort(call, word):
-    """Tell every rank to leave. The words of all name the same origin: the first to reach rank 0's,
-    whoever copies it on."""
-    home = place(control_of(call, call.rank * 0), at.CONTROL_ABORT)
-    swap_far(home, 0, word)
-    first = acquire(home)
-    for rank in range(get(call.header, at.HEADER_NUM_RANKS)):
-        swap_far(place(control_of(call, call.rank * 0 + rank), at.CONTROL_ABORT), 0, first)
+    """Tell every rank to leave."""
+    if len(call) == ONE_SERVER:
+        raise_abort_from(call, word, call.rank * 0, get(call.header, at.HEADER_NUM_RANKS))
+    else:
+        network.raise_abort(call, word)

@@ -17,6 +17,10 @@ ENTRIES: dict[str, tuple[str, ...]] = {
     "route": ("fastkern_route_count", "fastkern_route_scan", "fastkern_route_fill"),
 }
 NAMES = tuple(name for names in ENTRIES.values() for name in names)
+# What is between servers, by the number that kernels know it by (TRANSPORT, see transport.py).
+# "shared" is for tests. Kernels of "peer", which knows one server, lie in the entry's own file, all
+# others in between_servers.py.
+TRANSPORTS = {"peer": 0, "nvshmem": 1, "nccl_gin": 2, "shared": 3}
 
 
 def entry_of(name: str) -> str:
@@ -32,7 +36,11 @@ def record_of(name: str) -> str:
     return "RouteArgs" if entry_of(name) == "route" else "LaunchArgs"
 
 
-def kernel_of(name: str) -> Any:
-    """The Triton function. Imports Triton, and what the kernel needs."""
-    module = importlib.import_module(f".{entry_of(name)}", __package__)
+def kernel_of(name: str, between_servers: bool = False) -> Any:
+    """The Triton function. Imports Triton, and what the kernel needs.
+
+    between_servers: the one that has a constexpr TRANSPORT; of an entry that moves rows.
+    """
+    file = "between_servers" if between_servers else entry_of(name)
+    module = importlib.import_module(f".{file}", __package__)
     return getattr(module, name)

@@ -1,7 +1,8 @@
 """Items: the heads of all queues, found together, and what an item waits for.
 
 A lane each for the queues: where a queue's ticket points to, which chunk of which stream that is,
-whether it has rows, when it is planned. One more lane reads the word that tells the rank to leave.
+whether it has rows, when it is planned. One more lane reads the word that tells the rank to leave;
+between servers another one the notice of another server, which says the same.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ import triton
 import triton.language as tl
 
 from . import layout as at
+from . import network
 from .access import acquire, get, peek, place
 from .call import links_of, queue_record, stamp
+from .transport import ONE_SERVER
 
 _LANES = tl.constexpr(16)
 _ABORT_LANE = tl.constexpr(at.NUM_QUEUES.value)
+_NOTICE_LANE = tl.constexpr(at.NUM_QUEUES.value + 1)  # between servers
 _WAITS = tl.constexpr(32)  # flags that are looked at together
 _OWN_WAITS = tl.constexpr(2)
 
@@ -121,7 +125,13 @@ def look(call):
     queue = lane < at.NUM_QUEUES
     tickets = place(call.control, at.CONTROL_TICKETS) + lane * 8
     word = tl.where(queue, tickets, place(call.control, at.CONTROL_ABORT))
-    seen = peek(word, lane <= _ABORT_LANE)
+    if len(call) == ONE_SERVER:
+        seen = peek(word, lane <= _ABORT_LANE)
+    else:
+        word = tl.where(lane == _NOTICE_LANE, place(call.control, at.CONTROL_NOTICE), word)
+        seen = peek(word, lane <= _NOTICE_LANE)
+        noticed = tl.sum(tl.where(lane == _NOTICE_LANE, seen, 0))
+        seen = tl.where(lane == _ABORT_LANE, seen | noticed, seen)
     ticket = tl.where(queue, seen, 0)
 
     record = queue_record(call.header, lane)
@@ -269,7 +279,11 @@ def can_run(call, item):
         wanted = tl.where(here, stamp(call, waits.value), 0)
         ready = tl.min((peek(flag, here) >= wanted).to(tl.int64) | (1 - waits.here))
         if ready != 0:
+            if len(call) != ONE_SERVER:
+                heard = network.flags_seen(call, waits.slot, wanted, waits.writer, here)
             ready = tl.min((acquire(flag, here) >= wanted).to(tl.int64) | (1 - waits.here))
+            if len(call) != ONE_SERVER:
+                ready = ready & heard
         first += _WAITS
     return ready
 

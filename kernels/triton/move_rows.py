@@ -10,16 +10,44 @@ import triton
 import triton.language as tl
 
 from . import layout as at
+from . import wires
 from .access import finish_writes, get
-from .call import data_of, links_of, raise_flag, receive_of, send_of, signal, window_of
+from .call import data_of, links_of, raise_flag, receive_of, send_of, signal, stamp, window_of
 from .copy import copy_bytes, copy_vectors
+from .transport import ONE_SERVER
 
 _SEGMENTS = tl.constexpr(32)  # looked at together
 
 
 @triton.jit
+def _put_by_wire(call, item):
+    """A chunk to another server."""
+    own = data_of(call, call.rank)
+    source = get(item.stream, at.STREAM_SOURCE_ROW) + item.first_row
+    target = get(item.stream, at.STREAM_TARGET_ROW) + item.first_row
+    wires.put(
+        call,
+        receive_of(call, own) + target * call.row_bytes,
+        send_of(call, own) + source * call.row_bytes,
+        item.num_rows * call.row_bytes,
+        get(item.stream, at.STREAM_PEER),
+        get(item.stream, at.STREAM_SLOT) + item.chunk,
+        stamp(call, 1),
+    )
+
+
+@triton.jit
 def run_put(call, item, TILE_BYTES: tl.constexpr):
-    """A chunk from send staging to the peer's receive staging; row_bytes is a multiple of 16."""
+    """A chunk from send staging to the peer's receive staging, and its flag; row_bytes is a
+    multiple of 16."""
+    if len(call) == ONE_SERVER:
+        _put_mapped(call, item, TILE_BYTES)
+    else:
+        _put_by_wire(call, item)
+
+
+@triton.jit
+def _put_mapped(call, item, TILE_BYTES: tl.constexpr):
     peer = get(item.stream, at.STREAM_PEER)
     source = get(item.stream, at.STREAM_SOURCE_ROW) + item.first_row
     target = get(item.stream, at.STREAM_TARGET_ROW) + item.first_row
@@ -130,6 +158,16 @@ def _ends_of_part(call, item, index):
 @triton.jit
 def move_rows(call, item, TILE_BYTES: tl.constexpr):
     """An item of an all-to-all."""
+    if len(call) == ONE_SERVER:
+        _move_mapped(call, item, TILE_BYTES)
+    elif item.queue == at.QUEUE_PUT:
+        _put_by_wire(call, item)
+    else:
+        _move_mapped(call, item, TILE_BYTES)
+
+
+@triton.jit
+def _move_mapped(call, item, TILE_BYTES: tl.constexpr):
     if item.queue == at.QUEUE_RECEIVE:
         give_credit(call, item)
     left = end_of_segments(call, item) - item.first_segment

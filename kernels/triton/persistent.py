@@ -24,8 +24,13 @@ from . import layout as at
 from .access import add_word, finish_writes, get, peek, place, put, store64
 from .call import forget_call, open_call, posts_of, raise_flag
 from .items import item_of, look
+from .network import pass_on_abort, progress
 from .pick import Idle, claim, first_runnable, pass_empty, start_idle, wait_a_little
+from .quiet import await_quiet
 from .target import now_ns, store_release
+from .transport import ONE_SERVER, PEER
+
+_LOOKS_PER_BEAT = tl.constexpr(16)  # between servers: looks for work until the clock is read again
 
 
 @triton.jit
@@ -54,23 +59,42 @@ def _trace_item(call, item, begin_ns):
 
 
 @triton.jit
+def _end(call):
+    """No block of the rank runs any more."""
+    queue = tl.arange(0, at.NUM_QUEUES).to(tl.int64)
+    store64(place(call.control, at.CONTROL_TICKETS) + queue * 8, queue * 0)
+    store64(place(call.control, at.CONTROL_BLOCKS_OUT), call.rank * 0)
+    finish_writes()
+    store_release(place(call.control, at.CONTROL_EPOCH), call.epoch)
+
+
+@triton.jit
 def _leave(call):
     """The last block out makes the rank ready for the next call."""
     tl.debug_barrier()
     out = add_word(place(call.control, at.CONTROL_BLOCKS_OUT), 1)
     last = out + 1 == get(call.args, at.ARGS_NUM_BLOCKS)
-    if last & (peek(place(call.control, at.CONTROL_ABORT)) == 0):
-        queue = tl.arange(0, at.NUM_QUEUES).to(tl.int64)
-        store64(place(call.control, at.CONTROL_TICKETS) + queue * 8, queue * 0)
-        store64(place(call.control, at.CONTROL_BLOCKS_OUT), call.rank * 0)
-        finish_writes()
-        store_release(place(call.control, at.CONTROL_EPOCH), call.epoch)
+    if len(call) == ONE_SERVER:
+        if last & (peek(place(call.control, at.CONTROL_ABORT)) == 0):
+            _end(call)
+    elif last:
+        if await_quiet(call) != 0:
+            _end(call)
+        else:
+            pass_on_abort(call)
 
 
 @triton.jit
-def run_call(ranks, blocks_per_rank, MOVE: tl.constexpr, TILE_BYTES: tl.constexpr):
-    """One block of one rank. MOVE(call, item, TILE_BYTES): what an operation does with an item."""
-    opened = open_call(ranks, blocks_per_rank)
+def run_call(
+    ranks,
+    blocks_per_rank,
+    MOVE: tl.constexpr,
+    TILE_BYTES: tl.constexpr,
+    TRANSPORT: tl.constexpr = PEER,
+):
+    """One block of one rank. MOVE(call, item, TILE_BYTES): what an operation does with an item.
+    TRANSPORT: see transport.py."""
+    opened = open_call(ranks, blocks_per_rank, TRANSPORT)
     call = forget_call(opened)
     block = tl.program_id(0) % get(call.args, at.ARGS_NUM_BLOCKS)
     traced = get(call.args, at.ARGS_TRACE) != 0
@@ -79,8 +103,14 @@ def run_call(ranks, blocks_per_rank, MOVE: tl.constexpr, TILE_BYTES: tl.constexp
     idle = start_idle(call)
     claimed, since_ns, seen_of_all, looked, rounds = idle
     running = call.rank * 0 + 1
+    if len(call) != ONE_SERVER:
+        looks = call.rank * 0
     while running != 0:
         call = forget_call(opened)
+        if len(call) != ONE_SERVER:
+            looks += 1
+            if looks % _LOOKS_PER_BEAT == 0:
+                progress(call)
         heads = look(call)
         if (heads.aborted != 0) | (tl.sum(heads.waiting + heads.empty) == 0):
             running = running * 0

@@ -79,26 +79,31 @@ def pass_empty(call, heads):
 
 
 @triton.jit
+def abort_call(call, missing, queue, stage, chunk, waited_ns):
+    """One record here, then every rank is told to leave. missing: a Missing."""
+    record = place(call.control, at.CONTROL_RECORD)
+    state = place(record, at.ERROR_STATE)
+    if swap_if(state, _NO_RECORD, _RECORD_IN_WORK) == _NO_RECORD:
+        put(record, at.ERROR_EXPECTED, missing.expected)
+        put(record, at.ERROR_SEEN, missing.seen)
+        put(record, at.ERROR_WAITED_NS, waited_ns)
+        put(record, at.ERROR_EPOCH, call.epoch)
+        put(record, at.ERROR_QUEUE, queue)
+        put(record, at.ERROR_STAGE, stage)
+        put(record, at.ERROR_CHUNK, chunk)
+        put(record, at.ERROR_PEER, missing.peer)
+        put(record, at.ERROR_SLOT, missing.slot)
+        tl.debug_barrier()
+        swap_if(state, _RECORD_IN_WORK, _RECORD_WRITTEN)
+        raise_abort(call, (call.epoch << at.VALUE_BITS) + call.rank + 1)
+
+
+@triton.jit
 def _give_up(call, stuck, waited_ns):
-    """A deadline has passed: one record here, then every rank is told to leave. Returns 0 where
-    nothing is missing after all."""
+    """A deadline has passed. Returns 0 where nothing is missing after all."""
     missing = first_missing(call, stuck)
     if missing.found != 0:
-        record = place(call.control, at.CONTROL_RECORD)
-        state = place(record, at.ERROR_STATE)
-        if swap_if(state, _NO_RECORD, _RECORD_IN_WORK) == _NO_RECORD:
-            put(record, at.ERROR_EXPECTED, missing.expected)
-            put(record, at.ERROR_SEEN, missing.seen)
-            put(record, at.ERROR_WAITED_NS, waited_ns)
-            put(record, at.ERROR_EPOCH, call.epoch)
-            put(record, at.ERROR_QUEUE, stuck.queue)
-            put(record, at.ERROR_STAGE, stuck.stage)
-            put(record, at.ERROR_CHUNK, stuck.chunk)
-            put(record, at.ERROR_PEER, missing.peer)
-            put(record, at.ERROR_SLOT, missing.slot)
-            tl.debug_barrier()
-            swap_if(state, _RECORD_IN_WORK, _RECORD_WRITTEN)
-            raise_abort(call, (call.epoch << at.VALUE_BITS) + call.rank + 1)
+        abort_call(call, missing, stuck.queue, stuck.stage, stuck.chunk, waited_ns)
     return missing.found
 
 

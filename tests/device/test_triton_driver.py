@@ -23,8 +23,9 @@ from fastkern.device.records import LAUNCH_ARGS, ROUTE_ARGS, new_record
 from fastkern.device.route_records import launch_route, num_units
 from fastkern.device.triton_driver import TritonDriver
 from fastkern.device.triton_image import TritonImage, TritonKernel, pack_image, unpack_image
-from fastkern.device.virtual_kernels import ENTRY_OF, Kernels, default_load
+from fastkern.device.virtual_kernels import ENTRY_OF, PERSISTENT, Kernels, default_load
 from fastkern.errors import DeviceUnavailableError
+from fastkern.kernels.triton.entry import ENTRIES
 from fastkern.transports import resolve
 from fastkern.tuning.profile import Profile, format_profiles
 from tests.device.driver_path import KERNEL, check_path, whole_path
@@ -361,8 +362,33 @@ def test_the_gpu_that_torch_sees(monkeypatch: pytest.MonkeyPatch, target: str) -
         assert fake.retained == [0, 0]
 
 
-@pytest.mark.parametrize("transport", ["nvshmem", "nccl_gin", "rocshmem", "shm"])
+@pytest.mark.parametrize("transport", ["rocshmem", "shm"])
 def test_transports_that_the_kernels_do_not_know(driver: TritonDriver, transport: str) -> None:
+    known = "its kernels go over peer, nvshmem, nccl_gin, not over"
     for backend in ("triton", driver):
-        with pytest.raises(ValueError, match=f"its kernels go over peer, not over {transport}"):
+        with pytest.raises(ValueError, match=f"{known} {transport}"):
             backends.check_backend(backend, resolve(transport))
+
+
+@pytest.mark.parametrize("transport", ["nvshmem", "nccl_gin"])
+def test_transports_between_servers_are_for_nvidia(driver: TritonDriver, transport: str) -> None:
+    if driver.target == "cuda":
+        backends.check_backend(driver, resolve(transport))
+        return
+    with pytest.raises(ValueError, match=f"transport {transport} is for cuda"):
+        backends.check_backend(driver, resolve(transport))
+
+
+def test_each_kernel_is_a_module_of_its_own(driver: TritonDriver) -> None:
+    """What a library between servers is told of: modules of the wrapped driver, once each."""
+
+    def load(entry: str, num_lanes: int) -> bytes:
+        return an_image(driver.target, num_lanes, *ENTRIES[entry])
+
+    kernels = Kernels(driver, load, 1, 1, "nccl_gin")
+    modules = kernels.moving_modules(128)
+    assert len(modules) == len(PERSISTENT)
+    assert all(driver.parts_of(module) == [module] for module in modules)
+    for name, module in zip(PERSISTENT, modules, strict=True):
+        assert module in driver.parts_of(kernels.module_of(name, 128))
+    kernels.close()

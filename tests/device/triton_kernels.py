@@ -74,4 +74,4 @@ def much_shared() -> Any:
 def use(monkeypatch: pytest.MonkeyPatch, kernel: Any = None) -> None:
     """Let entry "exchange" be a kernel of this file."""
     found = fastkern_exchange if kernel is None else kernel
-    monkeypatch.setattr(entry, "kernel_of", lambda name: found)
+    monkeypatch.setattr(entry, "kernel_of", lambda name, between_servers=False: found)

@@ -88,4 +88,18 @@ def _calls(function: Any) -> tuple[ast.Call, ...]:
     """All calls in a function, with their lines in its file."""
     lines, first = inspect.getsourcelines(function.fn)
     tree = ast.increment_lineno(ast.parse(textwrap.dedent("".join(lines))), first - 1)
-    return tuple(node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return tuple(
+        node for node in ast.walk(_InOneServer().visit(tree)) if isinstance(node, ast.Call)
+    )
+
+
+class _InOneServer(ast.NodeTransformer):
+    """Leaves out what is between servers alone: another kernel."""
+
+    def visit_If(self, node: ast.If) -> Any:
+        test = ast.unparse(node.test)
+        if test in ("len(call) == ONE_SERVER", "TRANSPORT == PEER"):
+            return [self.visit(child) for child in node.body]
+        if test == "len(call) != ONE_SERVER":
+            return [self.visit(child) for child in node.orelse]
+        return self.generic_visit(node)
