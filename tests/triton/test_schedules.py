@@ -65,10 +65,9 @@ def shuffled(rank: int, ranks: int, seed: int, gates_hold: bool) -> None:
             setattr(module, name, old)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_late_flags_change_nothing(interpreting_pools: SharedPools, seed: int) -> None:
+def test_late_flags_change_nothing(interpreting_pools: SharedPools) -> None:
     """F12, F13: ready, credit and pack flags come late, and ranks are calls apart."""
-    interpreting_pools.pool(4).run(shuffled, seed, True, timeout_s=150)
+    interpreting_pools.pool(4).run(shuffled, 1, True, timeout_s=150)
 
 
 def test_waits_are_needed(interpreting_pools: SharedPools) -> None:
