@@ -1,7 +1,8 @@
 """Items: the heads of all queues, found together, and what an item waits for.
 
-A lane each for the queues: where a queue's ticket points to, which chunk of which stream that is,
-whether it has rows, when it is planned. One more lane reads the word that tells the rank to leave;
+A lane each for the queues and for some tickets from the queue's on: which chunk of which stream
+that is, whether it has rows, when it is planned. Items without rows, of which tables may have many
+more than others, are passed all at once. One more lane reads the word that tells the rank to leave;
 between servers another one the notice of another server, which says the same.
 """
 
@@ -19,6 +20,7 @@ from .call import links_of, queue_record, stamp
 from .transport import ONE_SERVER
 
 _LANES = tl.constexpr(16)
+_TICKETS = tl.constexpr(16)  # of a queue that are looked at together
 _ABORT_LANE = tl.constexpr(at.NUM_QUEUES.value)
 _NOTICE_LANE = tl.constexpr(at.NUM_QUEUES.value + 1)  # between servers
 _WAITS = tl.constexpr(32)  # flags that are looked at together
@@ -28,10 +30,10 @@ _OWN_WAITS = tl.constexpr(2)
 class Heads(NamedTuple):
     """[16] int64, a lane for each queue; the lanes past them are zero.
 
-    ticket, stage (within the queue), stream, chunk; first_row, num_rows: of the chunk, in the
-    stream; first_segment: the first that reaches into it; time: its plan time. waiting: 1 where an
-    item with rows is left, empty: 1 where the next item has none. aborted: a scalar, not 0 once
-    this rank has been told to leave.
+    ticket, stage (within the queue), stream, chunk: of the first item with rows; first_row,
+    num_rows: of the chunk, in the stream; first_segment: the first that reaches into it; time: its
+    plan time. waiting: 1 where there is one among those that were looked at. empty: how many items
+    without rows come before it. aborted: a scalar, not 0 once this rank has been told to leave.
     """
 
     ticket: tl.tensor
@@ -80,7 +82,7 @@ def bits_of(number):
 def _stage_of(call, first_stage, num_stages, ticket, live):
     """Within the queue: the last stage whose first item is not past the ticket."""
     low = ticket * 0
-    high = num_stages
+    high = low + num_stages
     for _ in range(bits_of(tl.max(num_stages))):
         middle = (low + high) // 2
         apart = live & (high - low > 1)
@@ -135,12 +137,16 @@ def look(call):
     ticket = tl.where(queue, seen, 0)
 
     record = queue_record(call.header, lane)
-    first_stage = get(record, at.QUEUE_FIRST_STAGE, queue)
-    live = queue & (ticket < get(record, at.QUEUE_NUM_ITEMS, queue))
-    stage = _stage_of(call, first_stage, get(record, at.QUEUE_NUM_STAGES, queue), ticket, live)
+    num_items = get(record, at.QUEUE_NUM_ITEMS, queue)
+    first_stage = get(record, at.QUEUE_FIRST_STAGE, queue)[:, None]
+    num_stages = get(record, at.QUEUE_NUM_STAGES, queue)[:, None]
+    next_one = tl.arange(0, _TICKETS).to(tl.int64)[None, :]
+    tickets = ticket[:, None] + next_one
+    live = queue[:, None] & (tickets < num_items[:, None])
+    stage = _stage_of(call, first_stage, num_stages, tickets, live)
     stages = call.stages + (first_stage + stage) * at.SIZEOF_STAGE
     num_streams = tl.maximum(get(stages, at.STAGE_NUM_STREAMS, live), 1)
-    within = ticket - get(stages, at.STAGE_FIRST_ITEM, live)
+    within = tickets - get(stages, at.STAGE_FIRST_ITEM, live)
     chunk = tl.where(live, within // num_streams, 0)
     stream = get(stages, at.STAGE_FIRST_STREAM, live) + tl.where(live, within % num_streams, 0)
 
@@ -154,23 +160,35 @@ def look(call):
     segment = _segment_of(call, first, end, first_row, some)
     reached = some & (segment < end)
     row = get(call.segments + segment * at.SIZEOF_SEGMENT, at.SEGMENT_STREAM_ROW, reached)
-    waiting = reached & (row < first_row + num_rows)
+    full = reached & (row < first_row + num_rows)
 
+    # The first with rows of each queue; those before it have none.
+    head = tl.min(tl.where(full, next_one, _TICKETS), axis=1)
+    left = tl.minimum(num_items - ticket, _TICKETS)
+    empty = tl.where(queue, tl.maximum(tl.minimum(head, left), 0), 0)
+    waiting = head < _TICKETS
+    here = next_one == head[:, None]
     num_chunks = tl.maximum(get(stages, at.STAGE_NUM_CHUNKS, live), 1)
-    time = _plan_time(lane, stages, chunk, num_chunks, live)
+    time = _plan_time(lane[:, None], stages, chunk, num_chunks, live)
     return Heads(
-        ticket=ticket,
-        stage=stage,
-        stream=stream,
-        chunk=chunk,
-        first_row=first_row,
-        num_rows=num_rows,
-        first_segment=segment,
-        time=tl.where(waiting, time, at.LATE),
+        ticket=ticket + empty,
+        stage=_at_head(stage, here),
+        stream=_at_head(stream, here),
+        chunk=_at_head(chunk, here),
+        first_row=_at_head(first_row, here),
+        num_rows=_at_head(num_rows, here),
+        first_segment=_at_head(segment, here),
+        time=tl.where(waiting, _at_head(time, here), at.LATE),
         waiting=waiting.to(tl.int64),
-        empty=(live & (waiting == 0)).to(tl.int64),
+        empty=empty,
         aborted=tl.sum(tl.where(lane == _ABORT_LANE, seen, 0)),
     )
+
+
+@triton.jit
+def _at_head(values, here):
+    """Of each queue the one value of [16, 16] that `here` marks; 0 without one."""
+    return tl.sum(tl.where(here, values, 0), axis=1)
 
 
 @triton.jit

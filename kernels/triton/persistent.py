@@ -114,9 +114,10 @@ def run_call(
         heads = look(call)
         if (heads.aborted != 0) | (tl.sum(heads.waiting + heads.empty) == 0):
             running = running * 0
-        elif tl.sum(heads.empty) != 0:
-            pass_empty(call, heads)
         else:
+            num_empty = tl.sum(heads.empty)
+            if num_empty != 0:
+                pass_empty(call, heads)
             queue = first_runnable(call, heads)
             if queue >= 0:
                 item = item_of(call, heads, queue)
@@ -129,7 +130,7 @@ def run_call(
                     MOVE(call, item, TILE_BYTES)
                     if traced:
                         _trace_item(call, item, begin_ns)
-            else:
+            elif num_empty == 0:
                 idle = Idle(claimed, since_ns, seen_of_all, looked, rounds)
                 claimed, since_ns, seen_of_all, looked, rounds = wait_a_little(call, heads, idle)
     _leave(forget_call(opened))

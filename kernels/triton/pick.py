@@ -70,12 +70,12 @@ def claim(call, item):
 
 @triton.jit
 def pass_empty(call, heads):
-    """Pass the heads that have no rows: they need no wait and do nothing. A swap that is done twice
-    does nothing either: tickets only grow."""
+    """Pass the items without rows before the heads: they need no wait and do nothing. A swap that
+    is done twice does nothing either: tickets only grow."""
     lane = queue_lanes()
     ticket = place(call.control, at.CONTROL_TICKETS) + tl.minimum(lane, at.NUM_QUEUES - 1) * 8
-    expected = tl.where(heads.empty != 0, heads.ticket, -1)  # no ticket is -1
-    swap_if(ticket, expected, heads.ticket + 1)
+    expected = tl.where(heads.empty != 0, heads.ticket - heads.empty, -1)  # no ticket is -1
+    swap_if(ticket, expected, heads.ticket)
 
 
 @triton.jit

@@ -70,6 +70,35 @@ def test_late_flags_change_nothing(interpreting_pools: SharedPools) -> None:
     interpreting_pools.pool(4).run(shuffled, 1, True, timeout_s=150)
 
 
+def emptied(rank: int, ranks: int) -> list[int]:
+    """How many items without rows each look has found before the first with rows."""
+    from fastkern.kernels.triton import persistent
+
+    found: list[int] = []
+    real = persistent.look
+
+    def look(call: Any) -> Any:
+        heads = real(call)
+        found.extend(heads.empty.handle.data.tolist())
+        return heads
+
+    persistent.look = look
+    try:
+        options: dict[str, Any] = {"policy": "direct", "num_blocks": 1, "chunk_bytes": 8}
+        with triton_communicator(1, **options) as comm:
+            traffic = np.array([[0, 30, 1], [1, 0, 0], [0, 0, 1]])
+            call_once(comm, traffic, torch.int64, 1, "plain")
+    finally:
+        persistent.look = real
+    return found
+
+
+def test_items_without_rows_are_passed_at_once(interpreting_pools: SharedPools) -> None:
+    """A stream of many chunks beside others of few: their places are passed by runs."""
+    for found in interpreting_pools.pool(3).run(emptied, timeout_s=100):
+        assert max(found) > 1
+
+
 def test_waits_are_needed(interpreting_pools: SharedPools) -> None:
     """The control: items that do not wait move rows that are not there yet."""
     with pytest.raises(RanksFailed, match="AssertionError"):
