@@ -455,6 +455,7 @@ class Communicator:
             most_bytes = shape.num_max_tokens * shape.format.row_bytes
             given = self.moe.blocks.check(num_blocks)
             blocks = self.moe.blocks.of(given, "dispatch", most_bytes)
+            self._runtime.load_static()
         except Exception as error:  # the other ranks must learn of it
             shape = error
         return self.turns.call(lambda: self._make_static(shape, blocks))

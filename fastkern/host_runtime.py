@@ -189,6 +189,9 @@ class HostRuntime:
         """See Entry."""
         return self._entry.guarded(body)
 
+    def load_static(self) -> None:
+        """There is nothing; `make_static` refuses."""
+
     def make_static(self, *_: object) -> NoReturn:
         """Graphs and launches in streams are a device's."""
         raise ValueError(

@@ -89,6 +89,12 @@ class Runtime(Protocol):
     ) -> None:
         """Run the kernel of a dispatch or combine, as `launch`. arguments: see moe/backend.py."""
 
+    def load_static(self) -> None:
+        """Load what static exchanges need besides other calls. Not collective.
+
+        Raises DeviceUnavailableError, CompileError or DriverError.
+        """
+
     def make_static(
         self,
         shape: StaticShape,

@@ -19,7 +19,7 @@ from .backend import DeviceBackend
 from .memory import SymmetricHeap
 from .network import Network, Setting, library_call
 from .together import logged, together
-from .virtual_kernels import ENTRY_OF, Kernels, default_load
+from .virtual_kernels import ENTRY_OF, Kernels, default_load, is_triton
 
 _RECORD_BYTES = 8  # of the heap's own records, which nobody writes: ranks meet in Entry
 
@@ -60,7 +60,9 @@ def make_parts(
     made.callback(kernels.close)
 
     def load() -> None:
-        for name in ENTRY_OF:
+        for name, entry in ENTRY_OF.items():
+            if driver.kernels == "triton" and not is_triton(driver, entry):
+                continue  # in C++, whose compiler is needed where a static exchange is made
             kernels.get(name, num_lanes)
 
     together(group, "loading of the kernels", load)

@@ -42,6 +42,7 @@ from .together import logged
 from .trace_buffer import TraceBuffer
 from .transfer import download
 from .virtual_errors import RECORD_WRITTEN, control_record
+from .virtual_kernels import ENTRY_OF
 from .virtual_launch import CommonArgs, PreparedLaunch
 from .watchdog import Watchdog
 
@@ -136,6 +137,12 @@ class DeviceRuntime:
     def group(self) -> Entry:
         """Through which ranks meet, in a call that all have entered."""
         return self._entry
+
+    def load_static(self) -> None:
+        """See Runtime."""
+        for name, entry in ENTRY_OF.items():
+            if entry == "static":
+                self.kernels.get(name, self.num_lanes)
 
     def make_static(
         self,
