@@ -7,6 +7,7 @@ of its items, and never wait for another program of its rank.
 
 from __future__ import annotations
 
+import gc
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,15 @@ from fastkern import Communicator, DeadlineError, WaitRecord
 from tests.conftest import SharedPools
 from tests.device.communicator_cases import call_once, check_step
 from tests.device.communicators import message
+from tests.device.static_cases import (
+    StaticCase,
+    compare,
+    experts,
+    received,
+    static_of,
+    sums_of,
+)
+from tests.device.static_cases import steps as steps_of_static
 from tests.reference import random_traffic
 from tests.test_runtime_failures import Failure, broken, failure_of
 from tests.trace_cases import SPLITS, WIDTH, check_files, traced_calls
@@ -100,6 +110,31 @@ def test_several_programs_where_none_waits(interpreting_pools: SharedPools) -> N
     interpreting_pools.pool(1).run(alone, timeout_s=100)
 
 
+def static_steps(rank: int, ranks: int, planner: str) -> None:
+    """Kernels in C++ prepare what those in Triton move, and are loaded only now."""
+    del rank, ranks
+    case = StaticCase(planner=planner, num_blocks=1)
+    with triton_communicator(2, num_blocks=1, chunk_bytes=300) as comm:
+        runtime: Any = comm._runtime
+        loaded = runtime.kernels._functions
+        assert not [key for key in loaded if "fastkern_static" in str(key)]
+        with static_of(comm, case) as exchange:
+            assert [key for key in loaded if "fastkern_static" in str(key)]
+            for k, given in enumerate(steps_of_static(comm, case, 5, 2)):
+                right, y = sums_of(comm, case, given)
+                got = exchange.dispatch(given.xs, given.idx, given.weights)
+                z = exchange.combine(experts(case, got.recv_x[0]), got.recv_topk_weights)
+                compare(case, received(case, got), right, f"step {k}")
+                assert torch.equal(z, y), f"step {k}"
+            exchange.check()
+        gc.collect()
+
+
+@pytest.mark.parametrize("planner", ["device", "host"])
+def test_static_exchanges(interpreting_pools: SharedPools, planner: str) -> None:
+    interpreting_pools.pool(4).run(static_steps, planner, timeout_s=200)
+
+
 def traced(rank: int, ranks: int, folder: str) -> dict[str, Any]:
     del rank, ranks
     options: dict[str, Any] = {"policy": "whole", "num_blocks": 3, "chunk_bytes": 400}
@@ -154,9 +189,9 @@ def test_a_rank_that_stalls_is_one_record_on_all_ranks(interpreting_pools: Share
 def refusals(rank: int, ranks: int) -> list[str]:
     del rank, ranks
     with triton_communicator(1) as comm:
-        static = message(lambda: comm.all_to_all_single(torch.ones(3), torch.ones(2), num_blocks=0))
+        blocks = message(lambda: comm.all_to_all_single(torch.ones(3), torch.ones(2), num_blocks=0))
     transport = message(lambda: Communicator(servers=1, backend="triton", transport="shm"))
-    return [static, transport]
+    return [blocks, transport]
 
 
 def test_bad_input(interpreting_pools: SharedPools) -> None:
