@@ -6,7 +6,6 @@ smaller than most rows here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -14,7 +13,6 @@ import torch
 
 from tests.conftest import SharedPools
 from tests.moe_cases import Case
-from tests.processes import Pool
 from tests.triton.combine_cases import Combine, same_as_host
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
@@ -82,22 +80,6 @@ MIXED = tuple(
 )
 
 
-class InterpretingPools(SharedPools):
-    """Processes in which Triton interprets."""
-
-    def pool(self, num_ranks: int) -> Pool:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("TRITON_INTERPRET", "1")
-            return super().pool(num_ranks)
-
-
-@pytest.fixture(scope="module")
-def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InterpretingPools]:
-    found = InterpretingPools(tmp_path_factory)
-    yield found
-    found.close()
-
-
 @pytest.mark.parametrize(
     ("servers", "num_ranks", "policy", "which"),
     [
@@ -109,10 +91,10 @@ def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InterpretingPool
     ids=["2x2, whole", "2x2, direct", "1x3", "3x1"],
 )
 def test_sums_are_those_of_the_host(
-    pools: InterpretingPools, servers: int, num_ranks: int, policy: str, which: slice
+    interpreting_pools: SharedPools, servers: int, num_ranks: int, policy: str, which: slice
 ) -> None:
     options = {"policy": policy, "chunk_bytes": 500, "num_blocks": 2}
-    pool, asked = pools.pool(num_ranks), MIXED[which]
+    pool, asked = interpreting_pools.pool(num_ranks), MIXED[which]
     done = pool.run(same_as_host, servers, 128, options, asked, timeout_s=120)
     for names, num_nan in done:
         assert names == {"fastkern_combine", "fastkern_combine_float64"}

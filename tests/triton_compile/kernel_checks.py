@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.device_compile.listing import Kernel
 from tests.triton_compile.builds import Build
 from tests.triton_compile.call_sites import ttir_sites
-from tests.triton_compile.devices import CUDA
+from tests.triton_compile.devices import CUDA, DEVICES
 from tests.triton_compile.listing import SOURCES, functions_of, kernel_of
 from tests.triton_compile.llir import AMD, llir_kernel
 from tests.triton_compile.primitive_checks import missing
@@ -31,6 +31,18 @@ _LEFT = {
     "now_ns": "clock",
     "pause": "sleep",
 }
+
+
+def wait_faults(build: Build, kernel: Kernel) -> list[str]:
+    """The loop that waits is still there: it reads tickets, then flags, again and again, and rests.
+
+    Compilers have removed a loop around a plain load.
+    """
+    device = DEVICES[build.arch]
+    looks, sleeps = (kernel.in_loops(kernel.find(p)) for p in (device.look, device.sleep))
+    found = {"looks": len(looks), "pauses": len(sleeps)}
+    least = {"looks": 2, "pauses": 1}
+    return [f"{n} {what} in loops" for what, n in found.items() if n < least[what]]
 
 
 def order_faults(build: Build, sources: tuple[Path, ...] = SOURCES) -> list[str]:

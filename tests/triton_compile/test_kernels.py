@@ -23,6 +23,7 @@ from tests.triton_compile.kernel_checks import (
     order_faults,
     scope_faults,
     site_faults,
+    wait_faults,
 )
 from tests.triton_compile.kernels import registers_used, source_of
 from tests.triton_compile.listing import kernel_of as listing_of
@@ -47,6 +48,7 @@ def test_orders(name: str, arch: str) -> None:
     made = build(source_of(name), arch)
     assert order_faults(made) == []
     assert scope_faults(made, listing_of(made)) == []
+    assert wait_faults(made, listing_of(made)) == []
 
 
 @pytest.mark.parametrize("arch", ARCHES)
@@ -61,6 +63,13 @@ def test_call_sites(name: str, arch: str) -> None:
 @pytest.mark.parametrize("name", COMBINES)
 def test_sums(name: str, arch: str) -> None:
     assert sum_faults(listing_of(build(source_of(name), arch))) == []
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
+def test_lost_waits_are_found(arch: str) -> None:
+    """A kernel that waits for nobody has no such loop."""
+    made = build(source_of("fastkern_route_scan"), arch)
+    assert wait_faults(made, listing_of(made)) == ["0 looks in loops", "0 pauses in loops"]
 
 
 def test_lost_calls_are_found() -> None:
