@@ -36,7 +36,7 @@ _FIRST_HANDLE = 0x1000  # 0 is the default stream
 _HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
-@dataclass
+@dataclass(eq=False)  # each is itself alone
 class HostModule:
     """A loaded image: every kernel of the host target. constants: of kernels in Triton, whose image
     it is; see InterpreterDriver."""
