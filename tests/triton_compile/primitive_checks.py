@@ -303,5 +303,7 @@ CHECKS: dict[str, Check] = {
     "forget_between": forget,
     "copy_aligned": copies(16),
     "copy_row": copies(16, 4, 1),
+    "copy_some_rows": copies(16, 1),
+    "sum_values": copies(16),
     "sum_products": sum_products,
 }

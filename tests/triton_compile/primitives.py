@@ -25,7 +25,8 @@ from fastkern.kernels.triton.access import (
     swap_far,
     swap_if,
 )
-from fastkern.kernels.triton.copy import copy_bytes, copy_vectors
+from fastkern.kernels.triton.copy import copy_bytes, copy_rows, copy_vectors
+from fastkern.kernels.triton.rounding import load_values, store_values
 from fastkern.kernels.triton.target import drain, forget, now_ns, pause, store_release
 
 
@@ -203,6 +204,21 @@ def copy_aligned(to, source, num_bytes, TILE_BYTES: tl.constexpr):
 @triton.jit
 def copy_row(to, source, num_bytes, TILE_BYTES: tl.constexpr):
     copy_bytes(to, source, num_bytes, TILE_BYTES)
+
+
+@triton.jit
+def copy_some_rows(to, source, num_rows, num_bytes):
+    row = tl.arange(0, 8).to(tl.int64)
+    bases = to | source
+    copy_rows(to + row * num_bytes, source + row * num_bytes, row < num_rows, num_bytes, bases)
+
+
+@triton.jit
+def sum_values(to, source, kind, width, TILE_BYTES: tl.constexpr):
+    column = tl.arange(0, TILE_BYTES // 4)
+    here = column < width // 4 * 4
+    values = load_values(source, kind, column, here, True, False)
+    store_values(to, kind, column, here, values + values, True, False)
 
 
 @triton.jit
