@@ -19,7 +19,7 @@ from .driver import Driver, DriverError
 from .memory import SliceHeap
 from .records import CONTROL, TRACE_EVENT
 from .virtual_errors import control_record, launch_error
-from .virtual_kernels import Kernels, Load, default_load
+from .virtual_kernels import PERSISTENT, Kernels, Load, default_load
 from .virtual_launch import CommonArgs, PreparedLaunch, epoch_after
 from .virtual_memory import Allocations, Copier
 
@@ -226,5 +226,5 @@ class VirtualRuntime:
     @property
     def most_blocks(self) -> int:
         """Blocks per rank that the device holds at once, of the kernel that needs most room."""
-        kernels = ("fastkern_exchange", "fastkern_dispatch", "fastkern_combine")
+        kernels = PERSISTENT
         return min(self.kernels.most_blocks(kernel, self.num_lanes) for kernel in kernels)
