@@ -54,10 +54,11 @@ def test_images_that_take_too_long_are_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FASTKERN_CACHE_DIR", str(tmp_path))
+    before = set(mp.active_children())  # pools of other tests
     jobs, start = [Job("cuda", "sm_90", "route", 128)] * 3, time.monotonic()
     assert list(compiled(jobs, 2, start + 0.2)) == []
     assert time.monotonic() - start < 10
-    assert mp.active_children() == []
+    assert set(mp.active_children()) <= before
 
 
 def test_a_machine_without_triton_says_so(

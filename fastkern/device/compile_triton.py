@@ -41,7 +41,7 @@ _KINDS = {4: "i32", 8: "i64"}  # of a record's fields
 _OPTIONS = {"num_stages": 1, "enable_fp_fusion": False}
 # Of a lane, on NVIDIA: left alone, ptxas rather spills than use more than 128.
 _MOST_REGISTERS = 168
-_MORE_REGISTERS = {"dispatch": 216, "combine": 255}  # by entry; one block a multiprocessor so or so
+_MORE_REGISTERS = {"dispatch": 240, "combine": 255}  # by entry; one block a multiprocessor so or so
 _REGISTERS_WITH_LIBRARY = 255  # of what is linked with one between servers
 _REGISTERS = 65536  # of a multiprocessor
 
