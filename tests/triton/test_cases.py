@@ -18,7 +18,7 @@ from tests.triton.communicators import triton_communicator
 
 CASES = {
     (2, 2): (
-        ("whole", ("fp8, scales, ids", "masked", "some ranks without tokens", "one expert")),
+        ("whole", ("fp8, scales, ids", "some ranks without tokens", "one expert")),
         ("direct", ("top-32 of 3 experts", "float64 by rank")),
     ),
     (1, 3): (("auto", ("four payloads", "bfloat16, fp32 wire")),),

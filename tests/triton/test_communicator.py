@@ -86,7 +86,6 @@ def steps(rank: int, ranks: int, servers: int, layout: str, policy: str) -> None
     ("servers", "gpus_per_server", "layout", "policy"),
     [
         (2, 2, "expert", "whole"),
-        (2, 2, "rank", "split"),
         (1, 3, "rank", "direct"),
         (3, 1, "expert", "direct"),
     ],
@@ -120,7 +119,7 @@ def static_steps(rank: int, ranks: int, planner: str) -> None:
         assert not [key for key in loaded if "fastkern_static" in str(key)]
         with static_of(comm, case) as exchange:
             assert [key for key in loaded if "fastkern_static" in str(key)]
-            for k, given in enumerate(steps_of_static(comm, case, 5, 2)):
+            for k, given in enumerate(steps_of_static(comm, case, 5, 1)):
                 right, y = sums_of(comm, case, given)
                 got = exchange.dispatch(given.xs, given.idx, given.weights)
                 z = exchange.combine(experts(case, got.recv_x[0]), got.recv_topk_weights)
