@@ -16,30 +16,16 @@ from . import network, wires
 from .access import finish_writes, get, load64
 from .mapped import claims_of, raise_abort_from
 from .target import forget, store_release
-from .transport import ONE_SERVER, PEER
+from .transport import PEER
 
 
 class Call(NamedTuple):
     """int64 scalars, held in registers all along: few. Addresses, but for rank, row_bytes, epoch.
 
     args: KernelArgs. header, stages, streams, segments: of the stage table. row_bytes: of a row
-    that moves. control, flags: this rank's own. epoch: of this call.
+    that moves. control, flags: this rank's own. epoch: of this call. wire: a tuple as long as the
+    number of the transport, see transport.py.
     """
-
-    args: tl.tensor
-    rank: tl.tensor
-    header: tl.tensor
-    stages: tl.tensor
-    streams: tl.tensor
-    segments: tl.tensor
-    row_bytes: tl.tensor
-    control: tl.tensor
-    flags: tl.tensor
-    epoch: tl.tensor
-
-
-class FarCall(NamedTuple):
-    """A call between servers: a Call, and a tuple as long as the number of the transport."""
 
     args: tl.tensor
     rank: tl.tensor
@@ -57,40 +43,19 @@ class FarCall(NamedTuple):
 @triton.jit
 def forget_call(call):
     """The same call, of which nothing is known that has been computed from it."""
-    args = forget(call.args)
-    header = forget(call.header)
-    stages = forget(call.stages)
-    streams = forget(call.streams)
-    segments = forget(call.segments)
-    control = forget(call.control)
-    flags = forget(call.flags)
-    if len(call) == ONE_SERVER:
-        return Call(
-            args,
-            call.rank,
-            header,
-            stages,
-            streams,
-            segments,
-            call.row_bytes,
-            control,
-            flags,
-            call.epoch,
-        )
-    else:
-        return FarCall(
-            args,
-            call.rank,
-            header,
-            stages,
-            streams,
-            segments,
-            call.row_bytes,
-            control,
-            flags,
-            call.epoch,
-            call.wire,
-        )
+    return Call(
+        args=forget(call.args),
+        rank=call.rank,
+        header=forget(call.header),
+        stages=forget(call.stages),
+        streams=forget(call.streams),
+        segments=forget(call.segments),
+        row_bytes=call.row_bytes,
+        control=forget(call.control),
+        flags=forget(call.flags),
+        epoch=call.epoch,
+        wire=call.wire,
+    )
 
 
 @triton.jit
@@ -124,25 +89,23 @@ def open_call(ranks, blocks_per_rank, TRANSPORT: tl.constexpr):
     epoch = get(args, at.ARGS_EPOCH)
     if epoch == 0:  # the last block out advances the word, after every block has read it
         epoch = get(control, at.CONTROL_EPOCH) + 1
-    segments = streams + get(header, at.HEADER_NUM_STREAMS) * at.SIZEOF_STREAM
-    row_bytes = get(header, at.HEADER_ROW_BYTES)
-    flags = load64(get(args, at.ARGS_FLAGS) + rank * 8)
-    if TRANSPORT == PEER:
-        return Call(args, rank, header, stages, streams, segments, row_bytes, control, flags, epoch)
+    if TRANSPORT == PEER:  # noqa: SIM108 - Triton 3.6 cannot make the other one
+        wire = ()
     else:
-        return FarCall(
-            args,
-            rank,
-            header,
-            stages,
-            streams,
-            segments,
-            row_bytes,
-            control,
-            flags,
-            epoch,
-            (None,) * TRANSPORT,
-        )
+        wire = (None,) * TRANSPORT
+    return Call(
+        args=args,
+        rank=rank,
+        header=header,
+        stages=stages,
+        streams=streams,
+        segments=streams + get(header, at.HEADER_NUM_STREAMS) * at.SIZEOF_STREAM,
+        row_bytes=get(header, at.HEADER_ROW_BYTES),
+        control=control,
+        flags=load64(get(args, at.ARGS_FLAGS) + rank * 8),
+        epoch=epoch,
+        wire=wire,
+    )
 
 
 @triton.jit
@@ -197,7 +160,7 @@ def _release_flag(call, rank, slot, value):
 @triton.jit
 def raise_flag(call, rank, slot, value):
     """Release a flag; what the block has written before is in order only behind a barrier."""
-    if len(call) == ONE_SERVER:
+    if len(call.wire) == PEER:
         _release_flag(call, rank, slot, value)
     elif network.is_far(call, rank):
         wires.set_flag(call, rank, slot, stamp(call, value))
@@ -216,7 +179,7 @@ def signal(call, rank, slot, value):
 def claims_of_all(call):
     """What changes while any rank gets on: claims of all of them. Between servers those of this
     server, and what others have told of theirs."""
-    if len(call) == ONE_SERVER:
+    if len(call.wire) == PEER:
         controls = get(call.args, at.ARGS_CONTROLS)
         return claims_of(call, controls, get(call.header, at.HEADER_NUM_RANKS))
     else:
@@ -226,7 +189,7 @@ def claims_of_all(call):
 @triton.jit
 def raise_abort(call, word):
     """Tell every rank to leave."""
-    if len(call) == ONE_SERVER:
+    if len(call.wire) == PEER:
         raise_abort_from(call, word, call.rank * 0, get(call.header, at.HEADER_NUM_RANKS))
     else:
         network.raise_abort(call, word)

@@ -17,7 +17,7 @@ from . import layout as at
 from . import network
 from .access import acquire, get, peek, place
 from .call import links_of, queue_record, stamp
-from .transport import ONE_SERVER
+from .transport import PEER
 
 _LANES = tl.constexpr(16)
 _TICKETS = tl.constexpr(16)  # of a queue that are looked at together
@@ -127,7 +127,7 @@ def look(call):
     queue = lane < at.NUM_QUEUES
     tickets = place(call.control, at.CONTROL_TICKETS) + lane * 8
     word = tl.where(queue, tickets, place(call.control, at.CONTROL_ABORT))
-    if len(call) == ONE_SERVER:
+    if len(call.wire) == PEER:
         seen = peek(word, lane <= _ABORT_LANE)
     else:
         word = tl.where(lane == _NOTICE_LANE, place(call.control, at.CONTROL_NOTICE), word)
@@ -297,10 +297,10 @@ def can_run(call, item):
         wanted = tl.where(here, stamp(call, waits.value), 0)
         ready = tl.min((peek(flag, here) >= wanted).to(tl.int64) | (1 - waits.here))
         if ready != 0:
-            if len(call) != ONE_SERVER:
+            if len(call.wire) != PEER:
                 heard = network.flags_seen(call, waits.slot, wanted, waits.writer, here)
             ready = tl.min((acquire(flag, here) >= wanted).to(tl.int64) | (1 - waits.here))
-            if len(call) != ONE_SERVER:
+            if len(call.wire) != PEER:
                 ready = ready & heard
         first += _WAITS
     return ready

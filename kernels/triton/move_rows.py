@@ -14,7 +14,7 @@ from . import wires
 from .access import finish_writes, get
 from .call import data_of, links_of, raise_flag, receive_of, send_of, signal, stamp, window_of
 from .copy import copy_bytes, copy_vectors
-from .transport import ONE_SERVER
+from .transport import PEER
 
 _SEGMENTS = tl.constexpr(32)  # looked at together
 
@@ -40,7 +40,7 @@ def _put_by_wire(call, item):
 def run_put(call, item, TILE_BYTES: tl.constexpr):
     """A chunk from send staging to the peer's receive staging, and its flag; row_bytes is a
     multiple of 16."""
-    if len(call) == ONE_SERVER:
+    if len(call.wire) == PEER:
         _put_mapped(call, item, TILE_BYTES)
     else:
         _put_by_wire(call, item)
@@ -158,7 +158,7 @@ def _ends_of_part(call, item, index):
 @triton.jit
 def move_rows(call, item, TILE_BYTES: tl.constexpr):
     """An item of an all-to-all."""
-    if len(call) == ONE_SERVER:
+    if len(call.wire) == PEER:
         _move_mapped(call, item, TILE_BYTES)
     elif item.queue == at.QUEUE_PUT:
         _put_by_wire(call, item)

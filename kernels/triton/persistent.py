@@ -24,11 +24,11 @@ from . import layout as at
 from .access import add_word, finish_writes, get, peek, place, put, store64
 from .call import forget_call, open_call, posts_of, raise_flag
 from .items import item_of, look
-from .network import pass_on_abort, progress
+from .network import pass_on_abort, progress, told_to_leave
 from .pick import Idle, claim, first_runnable, pass_empty, start_idle, wait_a_little
 from .quiet import await_quiet
 from .target import now_ns, store_release
-from .transport import ONE_SERVER, PEER
+from .transport import PEER
 
 _LOOKS_PER_BEAT = tl.constexpr(16)  # between servers: looks for work until the clock is read again
 
@@ -74,7 +74,7 @@ def _leave(call):
     tl.debug_barrier()
     out = add_word(place(call.control, at.CONTROL_BLOCKS_OUT), 1)
     last = out + 1 == get(call.args, at.ARGS_NUM_BLOCKS)
-    if len(call) == ONE_SERVER:
+    if len(call.wire) == PEER:
         if last & (peek(place(call.control, at.CONTROL_ABORT)) == 0):
             _end(call)
     elif last:
@@ -103,17 +103,19 @@ def run_call(
     idle = start_idle(call)
     claimed, since_ns, seen_of_all, looked, rounds = idle
     running = call.rank * 0 + 1
-    if len(call) != ONE_SERVER:
+    if len(call.wire) != PEER:
         looks = call.rank * 0
     while running != 0:
         call = forget_call(opened)
-        if len(call) != ONE_SERVER:
+        if len(call.wire) != PEER:
             looks += 1
             if looks % _LOOKS_PER_BEAT == 0:
                 progress(call)
         heads = look(call)
         if (heads.aborted != 0) | (tl.sum(heads.waiting + heads.empty) == 0):
             running = running * 0
+            if len(call.wire) != PEER:
+                told_to_leave(call)  # tells this server at once what another one has told
         else:
             num_empty = tl.sum(heads.empty)
             if num_empty != 0:

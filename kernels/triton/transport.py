@@ -7,10 +7,7 @@
 
 What a function is given of it is the length of a tuple: Triton makes a tensor of every number that
 a variable or a field holds, and then compiles both ways of an `if`; lengths stay what they are.
-A call between servers (call.FarCall) has one field more than one inside a server:
-
-    len(call) == ONE_SERVER         PEER
-    len(call.wire) == NVSHMEM       and so on
+So call.wire is a tuple of nothing, as long as the number: `len(call.wire) == NVSHMEM`.
 """
 
 from __future__ import annotations
@@ -23,5 +20,3 @@ PEER = tl.constexpr(TRANSPORTS["peer"])
 NVSHMEM = tl.constexpr(TRANSPORTS["nvshmem"])
 NCCL_GIN = tl.constexpr(TRANSPORTS["nccl_gin"])
 SHARED = tl.constexpr(TRANSPORTS["shared"])
-
-ONE_SERVER = tl.constexpr(10)  # fields of call.Call

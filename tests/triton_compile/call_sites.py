@@ -98,8 +98,8 @@ class _InOneServer(ast.NodeTransformer):
 
     def visit_If(self, node: ast.If) -> Any:
         test = ast.unparse(node.test)
-        if test in ("len(call) == ONE_SERVER", "TRANSPORT == PEER"):
+        if test in ("len(call.wire) == PEER", "TRANSPORT == PEER"):
             return [self.visit(child) for child in node.body]
-        if test == "len(call) != ONE_SERVER":
+        if test == "len(call.wire) != PEER":
             return [self.visit(child) for child in node.orelse]
         return self.generic_visit(node)
