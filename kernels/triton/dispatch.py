@@ -29,7 +29,6 @@ from .persistent import run_call
 
 _ROWS = tl.constexpr(8)  # at a time: a warp's or half a wave's each
 _CHOICES = tl.constexpr(32)  # the most that there are
-_EXPERT_LAYOUT = tl.constexpr(0)  # LayoutKind
 
 
 class Rows(NamedTuple):
@@ -56,7 +55,7 @@ def _record_choices(call, rows, landed):
     moe = get(call.args, at.ARGS_MOE)
     handle = get(moe, at.MOE_HANDLE)
     topk = get(handle, at.HANDLE_TOPK)
-    expert_layout = (get(handle, at.HANDLE_LAYOUT) == _EXPERT_LAYOUT).to(tl.int64)
+    expert_layout = (get(handle, at.HANDLE_LAYOUT) == at.EXPERT_LAYOUT).to(tl.int64)
     k = tl.arange(0, _CHOICES).to(tl.int64)
     here = (landed != at.NONE)[:, None] & (k < topk)[None, :]
     entry = rows.entries[:, None] + (k * at.SIZEOF_ENTRY)[None, :]
@@ -137,7 +136,7 @@ def _move_tile(call, rows, forward):
     handle = get(moe, at.MOE_HANDLE)
     topk = get(handle, at.HANDLE_TOPK)
     own_local = get(call.header, at.HEADER_LOCAL_RANK)
-    expert_layout = (get(handle, at.HANDLE_LAYOUT) == _EXPERT_LAYOUT).to(tl.int64)
+    expert_layout = (get(handle, at.HANDLE_LAYOUT) == at.EXPERT_LAYOUT).to(tl.int64)
     present = rows.here != 0
     choice = tl.arange(0, _CHOICES).to(tl.int64)
     entry = rows.entries[:, None] + (choice * at.SIZEOF_ENTRY)[None, :]

@@ -41,7 +41,6 @@ _KEYS = tl.constexpr(KEYS_PER_PROGRAM)
 _UNITS = tl.constexpr(32)  # that a scan takes at a time
 _WORDS = tl.constexpr(512)  # set to one value at a time
 _HEADER_WORDS = tl.constexpr(16)  # of each row's header, as above
-_EXPERT_LAYOUT = tl.constexpr(0)  # kExpertLayout
 _NO_BAD = tl.constexpr(2**63 - 1)  # above all positions; -1, which is ~0, in memory
 
 
@@ -203,8 +202,8 @@ def fastkern_route_fill(
     own_local = rank % gpus_per_server
     header_bytes = topk.to(tl.int64) * at.SIZEOF_ENTRY
     # Of a first slot the low half, as slots are u32.
-    slots = tl.where(layout == _EXPERT_LAYOUT, slot_base, local_index)
-    slot_stride = tl.where(layout == _EXPERT_LAYOUT, 8, 4)
+    slots = tl.where(layout == at.EXPERT_LAYOUT, slot_base, local_index)
+    slot_stride = tl.where(layout == at.EXPERT_LAYOUT, 8, 4)
     map_words = servers.to(tl.int64) + gpus_per_server
     first_token = _unit_begin(num_tokens, num_units, unit)
     last = _unit_begin(num_tokens, num_units, unit + 1)
@@ -226,7 +225,7 @@ def fastkern_route_fill(
             c.same_server & tokens
         )
         slot = load32(slots + c.expert * slot_stride, c.routed)
-        slot = tl.where(layout == _EXPERT_LAYOUT, slot + of_expert, slot)
+        slot = tl.where(layout == at.EXPERT_LAYOUT, slot + of_expert, slot)
         window_row = load64(window_base + c.rank * 8, c.routed) + of_rank
         local_rank = c.rank - c.server * gpus_per_server
         # Of the row that carries the choice; the first choice of each row writes what is the row's.

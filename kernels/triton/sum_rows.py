@@ -34,7 +34,6 @@ from .rounding import (
     value_bytes,
 )
 
-_RANK_LAYOUT = tl.constexpr(1)  # LayoutKind
 # Of a row at a time: three sums of each value lie in registers.
 _MOST_TILE_BYTES = tl.constexpr(16384)
 
@@ -147,7 +146,7 @@ def _terms_of(call, rows, row, own_row, part, SUM_KIND: tl.constexpr):
         count = topk
         listed = rows.slots + own_row * topk * 4
         number = own_row
-        if get(handle, at.HANDLE_LAYOUT) == _RANK_LAYOUT:  # one output row for all choices
+        if get(handle, at.HANDLE_LAYOUT) == at.RANK_LAYOUT:  # one output row for all choices
             count = count * 0 + 1
             listed = listed * 0
         if own_row == at.NONE:

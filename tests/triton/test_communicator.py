@@ -8,6 +8,7 @@ of its items, and never wait for another program of its rank.
 from __future__ import annotations
 
 import gc
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from fastkern import Communicator, DeadlineError, WaitRecord
+from fastkern import Communicator, DeadlineError, PeerLostError, WaitRecord
 from tests.conftest import SharedPools
 from tests.device.communicator_cases import call_once, check_step
 from tests.device.communicators import message
@@ -30,7 +31,7 @@ from tests.device.static_cases import (
 )
 from tests.device.static_cases import steps as steps_of_static
 from tests.reference import random_traffic
-from tests.test_runtime_failures import Failure, broken, failure_of
+from tests.test_runtime_failures import Failure, broken, failure_of, names_of, wait_for
 from tests.trace_cases import SPLITS, WIDTH, check_files, traced_calls
 from tests.triton.communicators import triton_communicator
 
@@ -183,6 +184,44 @@ def test_a_rank_that_stalls_is_one_record_on_all_ranks(interpreting_pools: Share
         assert record.rank != 1
         assert 1.0 <= record.waited_s < 3.0
         assert record.seen < record.expected
+
+
+def killed(rank: int, ranks: int, folder: Path) -> Failure | None:
+    """Rank 2 is killed when it has entered a call and its kernel has not begun."""
+    del ranks
+    given: dict[str, Any] = {"progress_timeout_s": 1.5, "entry_timeout_s": 60.0, "num_blocks": 1}
+    comm = Communicator(servers=1, backend="triton", **given)
+    comm.barrier()
+    source, out = torch.zeros(3), torch.empty(3)
+    if rank == 2:
+
+        def end(*args: Any) -> None:
+            (folder / "inside").touch()
+            time.sleep(60)
+
+        comm._runtime.launch = end  # type: ignore[method-assign]
+    failure = failure_of(lambda: comm.all_to_all_single(out, source))
+    begin = time.monotonic()
+    comm.close()
+    assert time.monotonic() - begin < 10
+    return failure
+
+
+def test_a_rank_that_dies(interpreting_pools: SharedPools, tmp_path: Path) -> None:
+    """The kernels that wait for it end at their deadline; nothing is left behind."""
+    pool = interpreting_pools.pool(3)
+    pool.start(killed, tmp_path)
+    wait_for(tmp_path / "inside")
+    pool.send_signal(2, signal.SIGKILL)
+    outcomes = pool.finish(40)
+    for outcome in outcomes[:2]:
+        assert outcome.error is None, outcome
+        failure = outcome.value
+        assert failure is not None
+        assert failure.kind in (DeadlineError, PeerLostError), failure
+        assert failure.record is not None
+        assert (failure.record.call, failure.record.peer) == (2, 2)
+    assert names_of(pool.pids) == []
 
 
 def refusals(rank: int, ranks: int) -> list[str]:
