@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from fastkern.demo.check import check_results, check_rows_sent, close_rows, same_rows
 from fastkern.demo.errors import DemoError
@@ -18,6 +19,7 @@ from fastkern.demo.options import Options, TrainOptions
 from fastkern.demo.pretrain import train
 from fastkern.demo.results import slowest_s
 from fastkern.demo.rows import count_rows
+from fastkern.demo.run import run_demo
 from fastkern.demo.shaped import PER_CHOICE, PER_SERVER, plan_for, topology_of
 from fastkern.demo.text import CONTEXT_BYTES, contexts, read_text, slices, split
 from fastkern.moe.placement import Placement
@@ -218,3 +220,12 @@ def test_training_is_repeatable_and_learns() -> None:
         assert torch.equal(value, pair[1].model.state_dict()[name])
     assert pair[0].bits_after < pair[0].bits_before - 1
     assert len(steps) == 30
+
+
+def test_shaped_links_of_another_backend_are_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("FASTKERN_BACKEND", "triton")
+    monkeypatch.setattr("fastkern.demo.run.train", lambda *_: pytest.fail("trained"))
+    with pytest.raises(DemoError, match="--shaped: .* FASTKERN_BACKEND is triton"):
+        run_demo(Options(shaped=True), Console())

@@ -8,10 +8,12 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from fastkern.config import read_settings
 from fastkern.moe.placement import Placement
 
 from .check import check_results, check_rows_sent
 from .console import one_thread, progress_bar, say_ok
+from .errors import DemoError
 from .launch import run_ranks
 from .layer import run_whole
 from .options import Options
@@ -28,6 +30,12 @@ def run_demo(options: Options, console: Console) -> None:
     Everything here and on the ranks runs on one thread: what the checks compare then has equal
     bits, and training gives the same model however many cores there are.
     """
+    backend = read_settings().backend
+    if options.shaped and backend not in (None, "host"):
+        raise DemoError(
+            f"--shaped: only the kernels on the host have links of a set rate, and "
+            f"FASTKERN_BACKEND is {backend}"
+        )
     with one_thread():
         _run(options, console)
 

@@ -28,14 +28,17 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-def find_target() -> str:
-    """The kind of GPU that this PyTorch sees. Raises DeviceUnavailableError where there is none."""
+def find_target(kernels: str = "cxx") -> str:
+    """The kind of GPU that this PyTorch sees. Raises DeviceUnavailableError where there is none,
+    saying what there is instead for these kernels."""
     import torch
 
     if not torch.cuda.is_available():
-        raise DeviceUnavailableError(
-            f"PyTorch {torch.__version__} sees no GPU; --driver host tries the search on the CPU"
-        )
+        instead = {
+            "cxx": "--driver host tries the search on the CPU",
+            "triton": "backend triton is tuned on one",
+        }
+        raise DeviceUnavailableError(f"PyTorch {torch.__version__} sees no GPU; {instead[kernels]}")
     return "hip" if torch.version.hip else "cuda"
 
 
@@ -56,7 +59,7 @@ def run_tune(
     """
     if path.exists():
         read_profiles(path)  # a file that cannot be added to is found before the work
-    driver = open_driver(target or find_target(), device)
+    driver = open_driver(target or find_target(kernels), device)
     try:
         if kernels == "triton":
             driver = _with_triton(driver)

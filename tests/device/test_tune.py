@@ -316,6 +316,7 @@ def test_tune_writes_a_profile_that_is_then_read(
         (("--tiles", "16K"), "tile_bytes: the kernels in C++ have no tiles"),
         (("--tiles", "17K"), "tile_bytes must be powers of two"),
         (("--driver", "auto"), "sees no GPU; --driver host"),
+        (("--driver", "auto", "--backend", "triton"), "sees no GPU; backend triton is tuned on"),
         (("--sizes", "5K"), "sizes must be powers of two"),
         (("--sizes", "4K,,8K"), "sizes: '' is no whole number"),
         (("--blocks", "many"), "blocks: 'many' is no whole number"),
