@@ -227,5 +227,5 @@ def test_shaped_links_of_another_backend_are_refused_at_once(
 ) -> None:
     monkeypatch.setenv("FASTKERN_BACKEND", "triton")
     monkeypatch.setattr("fastkern.demo.run.train", lambda *_: pytest.fail("trained"))
-    with pytest.raises(DemoError, match="--shaped: .* FASTKERN_BACKEND is triton"):
+    with pytest.raises(DemoError, match=r"--shaped: .* FASTKERN_BACKEND is triton"):
         run_demo(Options(shaped=True), Console())
