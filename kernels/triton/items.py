@@ -1,4 +1,4 @@
-"""Items: the heads of all queues, found together, and what an item waits for.
+"""Items: the heads of all queues, found together. What they wait for is in waits.py.
 
 A lane each for the queues and for some tickets from the queue's on: which chunk of which stream
 that is, whether it has rows, when it is planned. Items without rows, of which tables may have many
@@ -14,17 +14,14 @@ import triton
 import triton.language as tl
 
 from . import layout as at
-from . import network
-from .access import acquire, get, peek, place
-from .call import links_of, queue_record, stamp
+from .access import get, peek, place
+from .call import queue_record
 from .transport import PEER
 
 _LANES = tl.constexpr(16)
 _TICKETS = tl.constexpr(16)  # of a queue that are looked at together
 _ABORT_LANE = tl.constexpr(at.NUM_QUEUES.value)
 _NOTICE_LANE = tl.constexpr(at.NUM_QUEUES.value + 1)  # between servers
-_WAITS = tl.constexpr(32)  # flags that are looked at together
-_OWN_WAITS = tl.constexpr(2)
 
 
 class Heads(NamedTuple):
@@ -209,137 +206,3 @@ def item_of(call, heads, queue):
         num_rows=_of(heads.num_rows, queue),
         first_segment=_of(heads.first_segment, queue),
     )
-
-
-class Waits(NamedTuple):
-    """[32] flags of this rank that an item waits for: slot, value of this call, writer; here: 1
-    where the lane stands for one."""
-
-    slot: tl.tensor
-    value: tl.tensor
-    writer: tl.tensor
-    here: tl.tensor
-
-
-@triton.jit
-def _num_waits(call, item):
-    """How many lanes to look at, some of them for nothing."""
-    extra = item.queue * 0
-    if item.queue == at.QUEUE_PUT:
-        first = get(item.stream, at.STREAM_FIRST_SEGMENT)
-        extra = first + get(item.stream, at.STREAM_NUM_SEGMENTS) - item.first_segment
-    elif (item.queue == at.QUEUE_RECEIVE) | (item.queue == at.QUEUE_SUM):
-        extra = get(item.stream, at.STREAM_NUM_LINKS)
-    return _OWN_WAITS + extra
-
-
-@triton.jit
-def _waits_of(call, item, first):
-    """The flags from number `first` on: the stream's gate; the chunk's own flag; then, of a put, a
-    flag of each source, and of a receive or a sum one of each link."""
-    number = first + tl.arange(0, _WAITS).to(tl.int64)
-    zero = number * 0
-    peer = get(item.stream, at.STREAM_PEER)
-    gate = get(item.stream, at.STREAM_GATE_SLOT)
-    arrives = (item.queue == at.QUEUE_RECEIVE) | (item.queue == at.QUEUE_LAND)
-    arrives = arrives | (item.queue == at.QUEUE_TAKE)
-    slot = tl.where(number == 0, gate, get(item.stream, at.STREAM_SLOT) + item.chunk)
-    value = tl.where(number == 0, get(item.stream, at.STREAM_GATE_VALUE), 1)
-    here = ((number == 0) & (gate != at.NO_SLOT)) | ((number == 1) & arrives)
-    writer = zero + peer
-    if item.queue == at.QUEUE_PUT:
-        index = item.first_segment + number - _OWN_WAITS
-        end = get(item.stream, at.STREAM_FIRST_SEGMENT)
-        end += get(item.stream, at.STREAM_NUM_SEGMENTS)
-        more = (number >= _OWN_WAITS) & (index < end)
-        segment = call.segments + index * at.SIZEOF_SEGMENT
-        row = get(segment, at.SEGMENT_STREAM_ROW, more)
-        more = more & (row < item.first_row + item.num_rows)
-        slot = tl.where(more, get(segment, at.SEGMENT_SLOT, more) + item.chunk, slot)
-        writer = tl.where(more, get(segment, at.SEGMENT_PEER, more), writer)
-        here = here | more
-    elif (item.queue == at.QUEUE_RECEIVE) | (item.queue == at.QUEUE_SUM):
-        index = get(item.stream, at.STREAM_FIRST_LINK) + number - _OWN_WAITS
-        more = number >= _OWN_WAITS
-        more = more & (number < _OWN_WAITS + get(item.stream, at.STREAM_NUM_LINKS))
-        link = links_of(call) + index * at.SIZEOF_LINK
-        if item.queue == at.QUEUE_SUM:
-            wanted = get(link, at.LINK_SLOT, more) + item.chunk
-        else:
-            wanted = get(link, at.LINK_GATE_SLOT, more)
-        more = more & (wanted != at.NO_SLOT)
-        slot = tl.where(more, wanted, slot)
-        writer = tl.where(more, get(link, at.LINK_RANK, more), writer)
-        here = here | more
-    return Waits(slot=slot, value=value, writer=writer, here=here.to(tl.int64))
-
-
-@triton.jit
-def _all_claimed(call, QUEUE: tl.constexpr):
-    """Has every item of the queue been claimed, and so every flag that they wait for been seen?"""
-    claimed = acquire(place(call.control, at.CONTROL_TICKETS) + QUEUE * 8)
-    record = queue_record(call.header, QUEUE)
-    return (claimed >= get(record, at.QUEUE_NUM_ITEMS)).to(tl.int64)
-
-
-@triton.jit
-def can_run(call, item):
-    """1 when all waits of the item are over, else 0. Never blocks. Acquires what it has seen."""
-    ready = item.queue * 0 + 1
-    if item.queue == at.QUEUE_REDUCE:
-        ready = _all_claimed(call, at.QUEUE_LAND) * _all_claimed(call, at.QUEUE_TAKE)
-    num_waits = _num_waits(call, item)
-    first = item.queue * 0
-    while (ready != 0) & (first < num_waits):
-        waits = _waits_of(call, item, first)
-        here = waits.here != 0
-        flag = call.flags + tl.where(here, waits.slot, 0) * 8
-        wanted = tl.where(here, stamp(call, waits.value), 0)
-        ready = tl.min((peek(flag, here) >= wanted).to(tl.int64) | (1 - waits.here))
-        if ready != 0:
-            if len(call.wire) != PEER:
-                heard = network.flags_seen(call, waits.slot, wanted, waits.writer, here)
-            ready = tl.min((acquire(flag, here) >= wanted).to(tl.int64) | (1 - waits.here))
-            if len(call.wire) != PEER:
-                ready = ready & heard
-        first += _WAITS
-    return ready
-
-
-class Missing(NamedTuple):
-    """The first flag of an item that is not there; found: 0 where all are."""
-
-    found: tl.tensor
-    expected: tl.tensor
-    seen: tl.tensor
-    peer: tl.tensor
-    slot: tl.tensor
-
-
-@triton.jit
-def first_missing(call, item):
-    """For error records."""
-    found = item.queue * 0
-    expected = found
-    seen = found
-    peer = found
-    slot = found
-    num_waits = _num_waits(call, item)
-    first = item.queue * 0
-    while (found == 0) & (first < num_waits):
-        waits = _waits_of(call, item, first)
-        here = waits.here != 0
-        flag = call.flags + tl.where(here, waits.slot, 0) * 8
-        wanted = tl.where(here, stamp(call, waits.value), 0)
-        values = peek(flag, here)
-        lane = tl.arange(0, _WAITS).to(tl.int64)
-        lane = tl.where(here & (values < wanted), lane, _WAITS)
-        which = tl.min(lane)
-        if which < _WAITS:
-            found += 1
-            expected = tl.sum(tl.where(lane == which, wanted, 0))
-            seen = tl.sum(tl.where(lane == which, values, 0))
-            peer = tl.sum(tl.where(lane == which, waits.writer, 0))
-            slot = tl.sum(tl.where(lane == which, waits.slot, 0))
-        first += _WAITS
-    return Missing(found=found, expected=expected, seen=seen, peer=peer, slot=slot)

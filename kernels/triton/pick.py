@@ -21,8 +21,9 @@ import triton.language as tl
 from . import layout as at
 from .access import get, place, put, swap_if
 from .call import claims_of_all, raise_abort
-from .items import can_run, first_missing, item_of, queue_lanes
+from .items import item_of, queue_lanes
 from .target import now_ns, pause
+from .waits import can_run, first_missing
 
 _NO_RECORD = tl.constexpr(0)  # RecordState
 _RECORD_IN_WORK = tl.constexpr(1)

@@ -8,10 +8,10 @@ import triton.language as tl
 from . import layout as at
 from . import wires
 from .access import get
-from .items import Missing
 from .network import progress, progress_of_all, told_to_leave
 from .pick import abort_call
 from .target import now_ns, pause
+from .waits import Missing
 
 _PUTS_WAIT = tl.constexpr(at.NUM_QUEUES.value)  # kPutsWait, in place of a queue
 
