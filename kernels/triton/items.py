@@ -16,6 +16,7 @@ import triton.language as tl
 from . import layout as at
 from .access import get, peek, place
 from .call import queue_record
+from .target import forget
 from .transport import PEER
 
 _LANES = tl.constexpr(16)
@@ -61,8 +62,8 @@ class Item(NamedTuple):
 
 @triton.jit
 def queue_lanes():
-    """[16], the lanes' numbers."""
-    return tl.arange(0, _LANES).to(tl.int64)
+    """[16], the lanes' numbers. What is computed from them alone is not kept in registers."""
+    return forget(tl.arange(0, _LANES).to(tl.int64))
 
 
 @triton.jit
