@@ -41,10 +41,12 @@ def test_demo_without_tokens() -> None:
     assert "OK: all 2 ranks agree" in ended.stdout
 
 
-def test_demo_fails_on_one_line() -> None:
-    ended = command("demo", *TINY, "--ranks-per-server", "1", FASTKERN_CHUNK_BYTES="many")
+@pytest.mark.parametrize(("name", "who"), [("demo", "FASTKERN_"), ("train-demo", "rank ")])
+def test_bad_variables_fail_on_one_line(name: str, who: str) -> None:
+    options = TINY if name == "demo" else ["--steps", "1"]
+    ended = command(name, *options, "--ranks-per-server", "1", FASTKERN_CHUNK_BYTES="many")
     assert ended.returncode == 1
-    assert ended.stderr.startswith("fastkern demo: FAILED: rank ")
+    assert ended.stderr.startswith(f"fastkern {name}: FAILED: {who}")
     assert "FASTKERN_CHUNK_BYTES='many' is not a number" in ended.stderr
     assert ended.stderr.count("\n") == 1
 

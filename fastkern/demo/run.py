@@ -30,7 +30,10 @@ def run_demo(options: Options, console: Console) -> None:
     Everything here and on the ranks runs on one thread: what the checks compare then has equal
     bits, and training gives the same model however many cores there are.
     """
-    backend = read_settings().backend
+    try:
+        backend = read_settings().backend
+    except ValueError as error:
+        raise DemoError(str(error)) from error
     if options.shaped and backend not in (None, "host"):
         raise DemoError(
             f"--shaped: only the kernels on the host have links of a set rate, and "
