@@ -6,7 +6,7 @@ import argparse
 import subprocess
 import sys
 
-NAMES = ("plan_time", "host_exchange", "shaped_exchange", "moe_exchange")
+NAMES = ("plan_time", "host_exchange", "shaped_exchange", "moe_exchange", "claims")
 
 
 def main() -> None:

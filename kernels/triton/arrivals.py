@@ -19,6 +19,7 @@ from .access import add_word, get, load32, place, put, store32
 from .call import data_of, forget_call, links_of, receive_of, scratch_of
 from .handle import view_handle
 from .move_rows import end_of_segments, part_of
+from .target import lanes
 
 _ROWS = tl.constexpr(128)  # looked at together
 
@@ -54,7 +55,7 @@ def _tell(call, item, local_rank, arrivals):
     topk = get(handle, at.HANDLE_TOPK)
     num_sources = get(call.header, at.HEADER_GPUS_PER_SERVER)
     staged = get(item.stream, at.STREAM_SOURCE_ROW) + item.first_row
-    lane = tl.arange(0, _ROWS).to(tl.int64)
+    lane = lanes(_ROWS)
     headers = receive_of(call, data_of(call, call.rank)) + staged * call.row_bytes
     headers += get(moe, at.MOE_HEADER_OFFSET)
     place_in = call.rank * 0
@@ -141,6 +142,6 @@ def read_arrival(call, item, source):
     moe = get(call.args, at.ARGS_MOE)
     if get(moe, at.MOE_RECORD) != 0:
         kept = view_handle(get(moe, at.MOE_HANDLE)).arrivals + record * at.SIZEOF_ARRIVAL
-        word = tl.arange(0, at.SIZEOF_ARRIVAL // 4).to(tl.int64) * 4
+        word = lanes(at.SIZEOF_ARRIVAL // 4) * 4
         store32(kept + word, load32(told + word))
     return get(told, at.ARRIVAL_WINDOW_ROW), get(told, at.ARRIVAL_NUM_ROWS)

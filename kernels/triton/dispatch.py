@@ -26,6 +26,7 @@ from .copy import copy_rows
 from .handle import view_handle
 from .move_rows import end_of_segments, give_credit, part_of, run_put
 from .persistent import run_call
+from .target import lanes
 
 _ROWS = tl.constexpr(8)  # at a time: a warp's or half a wave's each
 _CHOICES = tl.constexpr(32)  # the most that there are
@@ -56,7 +57,7 @@ def _record_choices(call, rows, landed):
     handle = get(moe, at.MOE_HANDLE)
     topk = get(handle, at.HANDLE_TOPK)
     expert_layout = (get(handle, at.HANDLE_LAYOUT) == at.EXPERT_LAYOUT).to(tl.int64)
-    k = tl.arange(0, _CHOICES).to(tl.int64)
+    k = lanes(_CHOICES)
     here = (landed != at.NONE)[:, None] & (k < topk)[None, :]
     entry = rows.entries[:, None] + (k * at.SIZEOF_ENTRY)[None, :]
     slot = get(entry, at.ENTRY_SLOT, here)
@@ -138,7 +139,7 @@ def _move_tile(call, rows, forward):
     own_local = get(call.header, at.HEADER_LOCAL_RANK)
     expert_layout = (get(handle, at.HANDLE_LAYOUT) == at.EXPERT_LAYOUT).to(tl.int64)
     present = rows.here != 0
-    choice = tl.arange(0, _CHOICES).to(tl.int64)
+    choice = lanes(_CHOICES)
     entry = rows.entries[:, None] + (choice * at.SIZEOF_ENTRY)[None, :]
     chosen = present[:, None] & (choice < topk)[None, :]
     local_ranks = tl.where(chosen, get(entry, at.ENTRY_LOCAL_RANK, chosen), at.NONE)
@@ -201,7 +202,7 @@ def _move_run(call, item, first, target_row, num_rows):
             target = window_of(call, data_of(call, peer))
         if (item.queue == at.QUEUE_PACK) | (peer != call.rank):
             gathers += 1
-    lane = tl.arange(0, _ROWS).to(tl.int64)
+    lane = lanes(_ROWS)
     for begin in range(0, num_rows, _ROWS):
         here = begin + lane < num_rows
         number = first + begin + lane

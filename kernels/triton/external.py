@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from triton.language import core
 
+from .target import lanes
+
 # At least the threads of any block, so that one thread holds lane 0, and a sum over the lanes goes
 # through shared memory.
 _LANES = tl.constexpr(1024)
@@ -34,6 +36,6 @@ def call_external(name, arguments, _semantic=None):
 
 @triton.jit
 def from_one_thread(NAME: tl.constexpr, arguments):
-    lane = tl.arange(0, _LANES).to(tl.int64)
+    lane = lanes(_LANES)
     both = (lane,) + arguments  # noqa: RUF005 - Triton knows no stars
     return tl.sum(call_external(NAME, both))

@@ -7,6 +7,7 @@ import triton.language as tl
 
 from . import layout as at
 from .access import acquire, get, load64, place, swap_far
+from .target import lanes
 
 _COUNT_LANES = tl.constexpr(1024)  # at least a block's threads
 
@@ -23,7 +24,7 @@ def claims_of(call, controls, num_ranks):
     the peers' words, by plain loads, one or more for each thread, and a sum over all threads."""
     acquire(place(call.control, at.CONTROL_ABORT))  # none from a cache, where volatile is ignored
     num_words = num_ranks * at.NUM_QUEUES
-    lane = tl.arange(0, _COUNT_LANES).to(tl.int64)
+    lane = lanes(_COUNT_LANES)
     total = call.rank * 0
     for first in range(0, num_words, _COUNT_LANES):
         word = first + lane

@@ -14,6 +14,7 @@ from . import wires
 from .access import finish_writes, get
 from .call import data_of, links_of, raise_flag, receive_of, send_of, signal, stamp, window_of
 from .copy import copy_bytes, copy_vectors
+from .target import lanes
 from .transport import PEER
 
 _SEGMENTS = tl.constexpr(32)  # looked at together
@@ -73,7 +74,7 @@ def give_credit(call, item):
 def _touches(call, item, rank):
     """1 where the chunk has rows for a rank."""
     end = get(item.stream, at.STREAM_FIRST_SEGMENT) + get(item.stream, at.STREAM_NUM_SEGMENTS)
-    lane = tl.arange(0, _SEGMENTS).to(tl.int64)
+    lane = lanes(_SEGMENTS)
     found = item.queue * 0
     first = item.first_segment
     while (found == 0) & (first < end):

@@ -29,7 +29,7 @@ from . import layout as at
 from . import wires
 from .access import acquire, get, load64, peek, place, put, swap_if
 from .mapped import claims_of, raise_abort_from
-from .target import now_ns
+from .target import lanes, now_ns
 
 _BEATS_PER_DEADLINE = tl.constexpr(8)
 _LANES = tl.constexpr(1024)  # at least a block's threads
@@ -58,7 +58,7 @@ def is_far(call, rank):
 def flags_seen(call, slot, wanted, writer, here):
     """1 when flags that have been seen, [32], are all there by the words of the library whose
     writers are far, else 0. An acquire of them must follow."""
-    lane = tl.arange(0, 32).to(tl.int64)
+    lane = lanes(32)
     far = here & is_far(call, writer)
     seen = call.rank * 0 + 1
     left = tl.sum(tl.where(far, (lane * 0 + 1) << lane, 0))
@@ -82,7 +82,7 @@ def _controls(call):
 def progress_of_all(call):
     """A figure that changes while any rank gets on."""
     total = claims_of(call, _controls(call), _num_local(call))
-    lane = tl.arange(0, _LANES).to(tl.int64)
+    lane = lanes(_LANES)
     for first in range(0, _num_local(call), _LANES):
         here = first + lane < _num_local(call)
         beats = place(load64(_controls(call) + (first + lane) * 8, here), at.CONTROL_BEATS)

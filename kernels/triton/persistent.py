@@ -23,11 +23,11 @@ import triton.language as tl
 from . import layout as at
 from .access import add_word, finish_writes, get, peek, place, put, store64
 from .call import forget_call, open_call, posts_of, raise_flag
-from .items import item_of, look
+from .items import look
 from .network import pass_on_abort, progress, told_to_leave
-from .pick import Idle, claim, first_runnable, pass_empty, start_idle, wait_a_little
+from .pick import Idle, first_runnable, pass_empty, start_idle, take, wait_a_little
 from .quiet import await_quiet
-from .target import now_ns, store_release
+from .target import lanes, now_ns, store_release
 from .transport import PEER
 
 _LOOKS_PER_BEAT = tl.constexpr(16)  # between servers: looks for work until the clock is read again
@@ -61,7 +61,7 @@ def _trace_item(call, item, begin_ns):
 @triton.jit
 def _end(call):
     """No block of the rank runs any more."""
-    queue = tl.arange(0, at.NUM_QUEUES).to(tl.int64)
+    queue = lanes(at.NUM_QUEUES)
     store64(place(call.control, at.CONTROL_TICKETS) + queue * 8, queue * 0)
     store64(place(call.control, at.CONTROL_BLOCKS_OUT), call.rank * 0)
     finish_writes()
@@ -122,9 +122,9 @@ def run_call(
                 pass_empty(call, heads)
             queue = first_runnable(call, heads)
             if queue >= 0:
-                item = item_of(call, heads, queue)
                 since_ns = since_ns * 0
-                if claim(call, item) != 0:
+                got, item = take(call, heads, queue)
+                if got != 0:
                     call = forget_call(opened)
                     begin_ns = since_ns
                     if traced:

@@ -8,7 +8,9 @@ never fall within a queue: the earliest item not yet run anywhere is at the head
 can run.
 
 Example: heads are pack 3 (time 8, can run), put 1 (time 6, its pack flag is not there), land 0
-(time 11, can run). Put 1 is looked at first, then pack 3, which is taken.
+(time 11, can run). Put 1 is looked at first, then pack 3, which is taken. Two other blocks saw the
+same. Their swaps of ticket 3 find 4: they look at packs 4 to 11, of which 4 to 9 can run; one of
+them takes 4, the other one, whose swap of 4 finds 5, takes 5.
 """
 
 from __future__ import annotations
@@ -21,9 +23,9 @@ import triton.language as tl
 from . import layout as at
 from .access import get, place, put, swap_if
 from .call import claims_of_all, raise_abort
-from .items import item_of, queue_lanes
+from .items import item_of, items_from, nth_item, queue_lanes
 from .target import now_ns, pause
-from .waits import can_run, first_missing
+from .waits import can_run, first_missing, num_runnable
 
 _NO_RECORD = tl.constexpr(0)  # RecordState
 _RECORD_IN_WORK = tl.constexpr(1)
@@ -63,10 +65,33 @@ def first_runnable(call, heads):
 
 
 @triton.jit
-def claim(call, item):
-    """1 where this block got the item, 0 where another did."""
-    ticket = place(call.control, at.CONTROL_TICKETS) + item.queue * 8
-    return (swap_if(ticket, item.ticket, item.ticket + 1) == item.ticket).to(tl.int64)
+def _ticket_word(call, queue):
+    """The queue's ticket, or those of a tensor of queues."""
+    return place(call.control, at.CONTROL_TICKETS) + queue * 8
+
+
+@triton.jit
+def take(call, heads, queue):
+    """Claim the head of a queue, which can run; where another block has been quicker, one after it.
+
+    Blocks that look at the same time choose the same head: if all but one looked again, an item
+    would be claimed in the time of a look. Returns 1 and the item; or 0, where others have taken
+    all that were looked at.
+    """
+    item = item_of(call, heads, queue)
+    word = _ticket_word(call, queue)
+    ticket = swap_if(word, item.ticket, item.ticket + 1)
+    got = (ticket == item.ticket).to(tl.int64)
+    if got == 0:
+        found = items_from(call, queue, ticket)
+        first = ticket
+        end = first + num_runnable(call, queue, found)
+        while (got == 0) & (ticket < end):
+            seen = swap_if(word, ticket, ticket + 1)
+            got = (seen == ticket).to(tl.int64)
+            ticket = tl.where(got != 0, ticket, seen)
+        item = nth_item(call, queue, found, ticket - first)
+    return got, item
 
 
 @triton.jit
@@ -74,9 +99,9 @@ def pass_empty(call, heads):
     """Pass the items without rows before the heads: they need no wait and do nothing. A swap that
     is done twice does nothing either: tickets only grow."""
     lane = queue_lanes()
-    ticket = place(call.control, at.CONTROL_TICKETS) + tl.minimum(lane, at.NUM_QUEUES - 1) * 8
+    word = _ticket_word(call, tl.minimum(lane, at.NUM_QUEUES - 1))
     expected = tl.where(heads.empty != 0, heads.ticket - heads.empty, -1)  # no ticket is -1
-    swap_if(ticket, expected, heads.ticket)
+    swap_if(word, expected, heads.ticket)
 
 
 @triton.jit

@@ -5,6 +5,7 @@
     acquired(value) of an acquire, its value; before the block barrier that hands it on
     store_release(address, value)   one thread: release at system scope, after a block barrier
     forget(value)   the same, but compilers do not know: what is computed from it is computed anew
+    lanes(COUNT)    0, 1, ..., COUNT - 1, int64, of which compilers do not know either
     now_ns()        a clock; equal on all threads
     pause(rounds)   of a wait that has gone on for so many rounds
 
@@ -38,6 +39,9 @@ if INTERPRETED:
 
     def forget(value: tl.tensor) -> tl.tensor:
         return value
+
+    def lanes(COUNT: tl.constexpr) -> tl.tensor:
+        return tl.arange(0, COUNT).to(tl.int64)
 
     def now_ns() -> tl.tensor:
         return tl.full((), time.monotonic_ns(), tl.int64)
@@ -104,6 +108,11 @@ else:
             return tl.inline_asm_elementwise(
                 "; forget", "=v,0", [value], dtype=tl.int64, is_pure=False, pack=1
             )
+
+    @triton.jit
+    def lanes(COUNT: tl.constexpr):
+        # Or what is computed from them alone is computed before all loops, and kept.
+        return forget(tl.arange(0, COUNT).to(tl.int64))
 
     @triton.jit
     def now_ns():

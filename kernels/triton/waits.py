@@ -15,6 +15,8 @@ from . import layout as at
 from . import network
 from .access import acquire, get, peek, place
 from .call import links_of, queue_record, stamp
+from .items import NEXT, Item
+from .target import lanes
 from .transport import PEER
 
 _WAITS = tl.constexpr(32)  # flags that are looked at together
@@ -22,8 +24,8 @@ _OWN_WAITS = tl.constexpr(2)
 
 
 class Waits(NamedTuple):
-    """[32] flags of this rank that an item waits for: slot, value of this call, writer; here: 1
-    where the lane stands for one."""
+    """[32] flags of this rank that an item waits for, or [n, 32] of n items: slot, value of this
+    call, writer; here: 1 where the lane stands for one."""
 
     slot: tl.tensor
     value: tl.tensor
@@ -34,20 +36,19 @@ class Waits(NamedTuple):
 @triton.jit
 def _num_waits(call, item):
     """How many lanes to look at, some of them for nothing."""
-    extra = item.queue * 0
+    extra = item.chunk * 0
     if item.queue == at.QUEUE_PUT:
         first = get(item.stream, at.STREAM_FIRST_SEGMENT)
         extra = first + get(item.stream, at.STREAM_NUM_SEGMENTS) - item.first_segment
     elif (item.queue == at.QUEUE_RECEIVE) | (item.queue == at.QUEUE_SUM):
         extra = get(item.stream, at.STREAM_NUM_LINKS)
-    return _OWN_WAITS + extra
+    return extra + _OWN_WAITS
 
 
 @triton.jit
-def _waits_of(call, item, first):
-    """The flags from number `first` on: the stream's gate; the chunk's own flag; then, of a put, a
-    flag of each source, and of a receive or a sum one of each link."""
-    number = first + tl.arange(0, _WAITS).to(tl.int64)
+def _waits_of(call, item, number):
+    """The flags of some numbers: 0, the stream's gate; 1, the chunk's own flag; then, of a put, one
+    of each source, and of a receive or a sum one of each link."""
     zero = number * 0
     peer = get(item.stream, at.STREAM_PEER)
     gate = get(item.stream, at.STREAM_GATE_SLOT)
@@ -101,7 +102,7 @@ def can_run(call, item):
     num_waits = _num_waits(call, item)
     first = item.queue * 0
     while (ready != 0) & (first < num_waits):
-        waits = _waits_of(call, item, first)
+        waits = _waits_of(call, item, first + lanes(_WAITS))
         here = waits.here != 0
         flag = call.flags + tl.where(here, waits.slot, 0) * 8
         wanted = tl.where(here, stamp(call, waits.value), 0)
@@ -114,6 +115,55 @@ def can_run(call, item):
                 ready = ready & heard
         first += _WAITS
     return ready
+
+
+@triton.jit
+def _num_heard(call, waits, wanted, here, count):
+    """Of so many items whose flags have been seen: those whose far ones the library vouches for."""
+    row = lanes(NEXT)[:, None]
+    heard = count * 0
+    asked = heard + 1
+    while (asked != 0) & (heard < count):
+        this = here & (row == heard)
+        some = tl.max(this.to(tl.int32), axis=0) != 0
+        slot = tl.sum(tl.where(this, waits.slot, 0), axis=0)
+        value = tl.sum(tl.where(this, wanted, 0), axis=0)
+        writer = tl.sum(tl.where(this, waits.writer, 0), axis=0)
+        asked = network.flags_seen(call, slot, value, writer, some)
+        heard += asked
+    return heard
+
+
+@triton.jit
+def num_runnable(call, queue, found):
+    """Of located items of a queue whose head could run, [NEXT], how many can run, from the first.
+    Acquires what their flags vouch for. The first that waits for too many flags ends them."""
+    items = Item(
+        queue=queue,
+        ticket=found.ticket[:, None],
+        stage=found.stage[:, None],
+        stream=(call.streams + found.stream * at.SIZEOF_STREAM)[:, None],
+        chunk=found.chunk[:, None],
+        first_row=found.first_row[:, None],
+        num_rows=found.num_rows[:, None],
+        first_segment=found.first_segment[:, None],
+    )
+    waits = _waits_of(call, items, lanes(_WAITS)[None, :])
+    here = (waits.here != 0) & found.full[:, None]
+    flag = call.flags + tl.where(here, waits.slot, 0) * 8
+    wanted = tl.where(here, stamp(call, waits.value), 0)
+    if len(call.wire) == PEER:  # noqa: SIM108
+        seen = acquire(flag, here)
+    else:
+        seen = peek(flag, here)
+    there = tl.min(((seen >= wanted) | (here == 0)).to(tl.int64), axis=1) != 0
+    few = tl.max(_num_waits(call, items), axis=1) <= _WAITS
+    n = lanes(NEXT)
+    count = tl.min(tl.where(found.full & there & few, NEXT, n))
+    if len(call.wire) != PEER:
+        count = _num_heard(call, waits, wanted, here, count)
+        acquire(flag, here & (n < count)[:, None])
+    return count
 
 
 class Missing(NamedTuple):
@@ -137,19 +187,18 @@ def first_missing(call, item):
     num_waits = _num_waits(call, item)
     first = item.queue * 0
     while (found == 0) & (first < num_waits):
-        waits = _waits_of(call, item, first)
+        waits = _waits_of(call, item, first + lanes(_WAITS))
         here = waits.here != 0
         flag = call.flags + tl.where(here, waits.slot, 0) * 8
         wanted = tl.where(here, stamp(call, waits.value), 0)
         values = peek(flag, here)
-        lane = tl.arange(0, _WAITS).to(tl.int64)
-        lane = tl.where(here & (values < wanted), lane, _WAITS)
+        lane = tl.where(here & (values < wanted), lanes(_WAITS), _WAITS)
         which = tl.min(lane)
         if which < _WAITS:
             found += 1
-            expected = tl.sum(tl.where(lane == which, wanted, 0))
-            seen = tl.sum(tl.where(lane == which, values, 0))
-            peer = tl.sum(tl.where(lane == which, waits.writer, 0))
-            slot = tl.sum(tl.where(lane == which, waits.slot, 0))
+            expected = tl.sum(tl.where(lanes(_WAITS) == which, wanted, 0))
+            seen = tl.sum(tl.where(lanes(_WAITS) == which, values, 0))
+            peer = tl.sum(tl.where(lanes(_WAITS) == which, waits.writer, 0))
+            slot = tl.sum(tl.where(lanes(_WAITS) == which, waits.slot, 0))
         first += _WAITS
     return Missing(found=found, expected=expected, seen=seen, peer=peer, slot=slot)

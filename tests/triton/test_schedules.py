@@ -41,7 +41,7 @@ def shuffled(rank: int, ranks: int, seed: int, gates_hold: bool) -> None:
     rng, data = random.Random(100 * seed + rank), np.random.default_rng(seed)
     patched: list[tuple[Any, str, Any]] = [
         (call, "store_release", delayed(call.store_release, rng, 0.3)),
-        (persistent, "claim", delayed(persistent.claim, rng, 0.3)),
+        (persistent, "take", delayed(persistent.take, rng, 0.3)),
         (persistent, "look", delayed(persistent.look, rng, 0.2)),
     ]
     if not gates_hold:  # whatever an item waits for, it runs

@@ -263,10 +263,14 @@ def copies(*widths_wanted: int) -> Check:
     return check
 
 
-def forget(kernel: Kernel, device: Device, build: Build) -> list[str]:
+def again(name: str) -> Check:
     """What is computed from it is computed again."""
-    products = kernel.find(device.product, "forget_between")
-    return [] if len(products) >= 2 else [f"{len(products)} products, not 2"]
+
+    def check(kernel: Kernel, device: Device, build: Build) -> list[str]:
+        products = kernel.find(device.product, name)
+        return [] if len(products) >= 2 else [f"{len(products)} products, not 2"]
+
+    return check
 
 
 def sum_products(kernel: Kernel, device: Device, build: Build) -> list[str]:
@@ -300,7 +304,8 @@ CHECKS: dict[str, Check] = {
     "clock": clock,
     "pause_once": pause,
     "drain_between": drain,
-    "forget_between": forget,
+    "forget_between": again("forget_between"),
+    "lanes_twice": again("lanes_twice"),
     "copy_aligned": copies(16),
     "copy_row": copies(16, 4, 1),
     "copy_some_rows": copies(16, 1),

@@ -27,7 +27,7 @@ from fastkern.kernels.triton.access import (
 )
 from fastkern.kernels.triton.copy import copy_bytes, copy_rows, copy_vectors
 from fastkern.kernels.triton.rounding import load_values, store_values
-from fastkern.kernels.triton.target import drain, forget, now_ns, pause, store_release
+from fastkern.kernels.triton.target import drain, forget, lanes, now_ns, pause, store_release
 
 
 @triton.jit
@@ -194,6 +194,12 @@ def drain_between(to, THREADS: tl.constexpr):
 def forget_between(word, to, stride):
     store64(to, word * stride)
     store64(to + 8, forget(word) * stride)
+
+
+@triton.jit
+def lanes_twice(to, stride):
+    store64(to + lanes(64) * stride, lanes(64))
+    store64(to + 8 + lanes(64) * stride, lanes(64))
 
 
 @triton.jit
