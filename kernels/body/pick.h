@@ -54,7 +54,7 @@ template <class Call>
 FASTKERN_DEVICE void abort_call(const Call& call, const ErrorRecord& record) {
     ErrorRecord& own = call.control().record;
     const u64 epoch = call.transport.epoch();
-    if (!call.target.compare_and_swap(&own.state, kNoRecord, kRecordInWork))
+    if (call.target.compare_and_swap(&own.state, kNoRecord, kRecordInWork) != kNoRecord)
         return;  // another block of this rank is at it
     own.expected = record.expected;
     own.seen = record.seen;
@@ -123,7 +123,7 @@ class Picker {
         } else if (best != kNumQueues) {
             choice->item = look.heads[best].item;
             const u64 ticket = choice->item.ticket;
-            if (call_.target.compare_and_swap(&tickets[best], ticket, ticket + 1))
+            if (call_.target.compare_and_swap(&tickets[best], ticket, ticket + 1) == ticket)
                 choice->decision = kRunItem;  // else another block took it
             look.last_progress_ns = 0;
             look.idle_rounds = 0;

@@ -254,7 +254,7 @@ class Preparation {
     }
     // Several lanes may: one reason is kept.
     FASTKERN_DEVICE void refuse(u32 rank, u64 why) const {
-        if (call_.target.compare_and_swap(&fixed_.outcome[0], 0, 1))
+        if (call_.target.compare_and_swap(&fixed_.outcome[0], 0, 1) == 0)
             note_wrong_call(call_.target, fixed_, rank, why);
     }
 };

@@ -243,13 +243,13 @@ class CudaTarget {
                      : "memory");
         return before;
     }
-    static __device__ bool compare_and_swap(u64* p, u64 expected, u64 desired) {
+    static __device__ u64 compare_and_swap(u64* p, u64 expected, u64 desired) {
         u64 before;
         asm volatile("atom.acq_rel.sys.global.cas.b64 %0, [%1], %2, %3;"
                      : "=l"(before)
                      : "l"(CudaMemory::global(p)), "l"(expected), "l"(desired)
                      : "memory");
-        return before == expected;
+        return before;
     }
 
   private:

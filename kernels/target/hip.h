@@ -231,10 +231,11 @@ class HipTarget {
         write_back();
         return __hip_atomic_fetch_add(HipMemory::global(p), v, __ATOMIC_ACQUIRE, kSystem);
     }
-    static __device__ bool compare_and_swap(u64* p, u64 expected, u64 desired) {
+    static __device__ u64 compare_and_swap(u64* p, u64 expected, u64 desired) {
         write_back();
-        return __hip_atomic_compare_exchange_strong(HipMemory::global(p), &expected, desired,
-                                                    __ATOMIC_ACQUIRE, __ATOMIC_ACQUIRE, kSystem);
+        __hip_atomic_compare_exchange_strong(HipMemory::global(p), &expected, desired,
+                                             __ATOMIC_ACQUIRE, __ATOMIC_ACQUIRE, kSystem);
+        return expected;
     }
 
   private:

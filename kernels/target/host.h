@@ -197,9 +197,11 @@ class HostTarget {
     static void store_relaxed(u64* p, u64 v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
     static void store_release(u64* p, u64 v) { __atomic_store_n(p, v, FASTKERN_RELEASE); }
     static u64 fetch_add(u64* p, u64 v) { return __atomic_fetch_add(p, v, __ATOMIC_ACQ_REL); }
-    static bool compare_and_swap(u64* p, u64 expected, u64 desired) {
-        return __atomic_compare_exchange_n(p, &expected, desired, false, __ATOMIC_ACQ_REL,
-                                           __ATOMIC_ACQUIRE);
+    // Returns what the word held: `expected` where it has been swapped.
+    static u64 compare_and_swap(u64* p, u64 expected, u64 desired) {
+        __atomic_compare_exchange_n(p, &expected, desired, false, __ATOMIC_ACQ_REL,
+                                    __ATOMIC_ACQUIRE);
+        return expected;
     }
 
   private:

@@ -105,7 +105,8 @@ class NetworkTransport {
         const u64 now = target_.now_ns();
         const u64 last = target_.load_relaxed(&own->last_beat_ns);
         if (now - last < args_.progress_ns / kBeatsPerDeadline) return;
-        if (!target_.compare_and_swap(&own->last_beat_ns, last, now)) return;  // another block does
+        if (target_.compare_and_swap(&own->last_beat_ns, last, now) != last)
+            return;  // another block does
         const u64 claims = claims_of(target_, args_, first_local_, num_local_);
         if (claims == target_.load_relaxed(&own->last_beat_claims)) return;
         target_.store_relaxed(&own->last_beat_claims, claims);

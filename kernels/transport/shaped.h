@@ -75,7 +75,7 @@ class ShapedTransport : public MappedTransport<Target> {
         for (;;) {
             const u64 free = target_.load_relaxed(free_ns);
             const u64 end = (free > from ? free : from) + ns;
-            if (target_.compare_and_swap(free_ns, free, end)) return end;
+            if (target_.compare_and_swap(free_ns, free, end) == free) return end;
         }
     }
 
