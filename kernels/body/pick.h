@@ -6,13 +6,25 @@
 // dependencies and never fall in a queue, so the earliest item not yet run anywhere is at the head
 // of its queue and can run.
 //
-// Memory order. The lane that looks at a queue acquires the flags of its head; the barrier between
-// look() and choose() hands that on to lane 0, whose claim hands it to whoever reads the ticket,
-// and the barrier of the broadcast to all lanes, which then read what the flags vouch for.
+// Blocks that look at the same time choose the same head, and one gets it. A look takes several
+// reads in a row, so the others do not look again at once: a swap that fails says which item is
+// next, and they swap from there on, as long as it is an item that they have seen can run. For that
+// they look at a window of items of each queue, more lanes side by side; it is open while claims
+// are lost, and one item wide otherwise. What has been seen stays true: in a call tickets only
+// grow, flags are only raised and exhausted queues stay so, and what can run once can run until the
+// call ends. (All but can_send(), which paces a link: others may fill it between look and claim, of
+// a head as of any item, by an item each at most.)
+//
+// Memory order. The lane that looks at an item acquires its flags; the barrier between look() and
+// choose() hands that on to lane 0, whose claim hands it to whoever reads the ticket, and the
+// barrier of the broadcast to all lanes, which then read what the flags vouch for.
 //
 // Example: heads are pack 3 (time 8, can run), put 1 (time 6, its pack flag is not there), land 0
-// (time 11, can run). Pack 3 is taken; another block that looks at the same time and loses the swap
-// looks again.
+// (time 11, can run). Two blocks swap the ticket of pack from 3 to 4. The one that loses has found
+// 4 there, but has looked at heads only: it looks again, with 128 lanes at 16 items of each queue,
+// of pack 4 to 19. Meanwhile others have taken 4 to 6: its swap from 4 finds 7, that from 7 gets
+// pack 7. The block's next look is at 16 items again; where it gets a head at once, that after it
+// is at 8, then 4, 2 and 1.
 #pragma once
 
 #include "kernels/body/items.h"
@@ -30,23 +42,33 @@ struct Choice {
 
 enum Verdict : u32 { kExhausted, kMustWait, kCanRun };
 
-// The first item of a queue that nobody has claimed, as last seen by this block.
+// How many items of a queue a block looks at after it has lost a claim: as many as it has lanes
+// for, within these bounds.
+constexpr u32 kLeastWindow = 4, kMostWindow = 16;
+
+// The first item of a queue that nobody has claimed, or one after it, as last seen by this block.
 struct Head {
     Item item;
     u64 time;  // its plan time
     u32 verdict;
-    u32 reserved;
+    // In the first that a lane looks at: the queue of the first to run of all heads that it has
+    // seen can run, or kNumQueues.
+    u32 best;
 };
 
 // Shared by the lanes of a block. Heads belong to the lanes that look at them, and to lane 0
-// between the barrier and the broadcast; the rest to lane 0.
+// between the barrier and the broadcast; the rest to lane 0. All lanes read the window, outside of
+// these two.
 struct Look {
-    Head heads[kNumQueues];
+    // [j * kNumQueues + queue]: the item that is j after the first. Looked at for j < window.
+    Head heads[kMostWindow * kNumQueues];
     u64 last_claimed;
     u64 last_progress_ns;  // 0: read the clock at the next idle look
     u64 last_seen_of_all;
     u32 idle_rounds;
     u32 looked;
+    u32 window;       // items of each queue that the next look is at
+    u32 open_window;  // after a lost claim
 };
 
 // A deadline has passed: one record here, then every rank is told to leave.
@@ -79,29 +101,35 @@ class Picker {
     FASTKERN_DEVICE void begin() const {
         Look& look = shared_look();
         const auto& target = call_.target;
-        for (u32 q = target.lane(); q < kNumQueues; q += target.num_lanes()) {
-            look.heads[q].item.ticket = ~u64{0};
-            look.heads[q].item.stage = 0;
+        for (u32 k = target.lane(); k < kMostWindow * kNumQueues; k += target.num_lanes()) {
+            look.heads[k].item.ticket = ~u64{0};
+            look.heads[k].item.stage = 0;
         }
-        if (target.lane() != 0) return;
-        look.last_claimed = ~u64{0};
-        look.last_progress_ns = target.now_ns();
-        look.last_seen_of_all = 0;
-        look.idle_rounds = 0;
-        look.looked = 0;
+        if (target.lane() == 0) {
+            look.last_claimed = ~u64{0};
+            look.last_progress_ns = target.now_ns();
+            look.last_seen_of_all = 0;
+            look.idle_rounds = 0;
+            look.looked = 0;
+            look.window = 1;
+            const u32 lanes = target.num_lanes() / kNumQueues;  // for each queue
+            look.open_window = lanes < kLeastWindow  ? kLeastWindow
+                               : lanes > kMostWindow ? kMostWindow
+                                                     : lanes;
+        }
+        target.barrier();  // the window, to all lanes
     }
 
-    // All lanes, one for each queue.
+    // All lanes, one for each item.
     FASTKERN_DEVICE void look() const {
-        u64 best_time = ~u64{0};
-        for (u32 q = call_.target.lane(); q < kNumQueues; q += call_.target.num_lanes())
-            look_at(q, &best_time);
+        for (u32 k = call_.target.lane(); k < shared_look().window * kNumQueues;
+             k += call_.target.num_lanes())
+            look_at(k);
     }
 
-    // Lane 0, after a barrier: the runnable head of least plan time, claimed.
+    // Lane 0, after a barrier: the runnable head of least plan time, or one after it, claimed.
     FASTKERN_DEVICE void choose(Choice* choice) const {
         Look& look = shared_look();
-        u64* const tickets = call_.control().tickets;
         call_.transport.progress();
         u32 best = kNumQueues, stuck = kNumQueues;
         u64 claimed = 0;
@@ -121,13 +149,11 @@ class Picker {
         if (call_.transport.aborted() || (best == kNumQueues && stuck == kNumQueues)) {
             choice->decision = kLeave;
         } else if (best != kNumQueues) {
-            choice->item = look.heads[best].item;
-            const u64 ticket = choice->item.ticket;
-            if (call_.target.compare_and_swap(&tickets[best], ticket, ticket + 1) == ticket)
-                choice->decision = kRunItem;  // else another block took it
+            if (claim(look, best, &choice->item)) choice->decision = kRunItem;
             look.last_progress_ns = 0;
             look.idle_rounds = 0;
         } else {
+            look.window = 1;
             wait_a_little(look, claimed, look.heads[stuck].item);
         }
     }
@@ -137,11 +163,35 @@ class Picker {
 
     FASTKERN_DEVICE Look& shared_look() const { return call_.target.template shared<Look>(); }
 
-    FASTKERN_DEVICE void look_at(u32 queue, u64* best_time) const {
-        Head& head = shared_look().heads[queue];
+    // Where others were faster, the ticket says which item is next: that one, if it was looked at.
+    FASTKERN_DEVICE bool claim(Look& look, u32 queue, Item* item) const {
+        u64* const word = &call_.control().tickets[queue];
+        const u32 num_items = look.window * kNumQueues;
+        look.window = (look.window + 1) / 2;
+        for (u32 k = queue; k < num_items;) {
+            const u64 ticket = look.heads[k].item.ticket;
+            const u64 held = call_.target.compare_and_swap(word, ticket, ticket + 1);
+            if (held == ticket) {
+                *item = look.heads[k].item;
+                return true;
+            }
+            look.window = look.open_window;
+            do k += kNumQueues;
+            while (k < num_items &&
+                   (look.heads[k].item.ticket != held || look.heads[k].verdict != kCanRun));
+        }
+        return false;
+    }
+
+    FASTKERN_DEVICE void look_at(u32 place) const {
+        Look& look = shared_look();
+        Head& head = look.heads[place];
+        if (place == call_.target.lane()) head.best = kNumQueues;
+        const u32 queue = place % kNumQueues;
+        const u32 ahead = place / kNumQueues;
         u64* const word = &call_.control().tickets[queue];
         for (;;) {
-            const u64 ticket = call_.target.load_relaxed(word);
+            const u64 ticket = call_.target.load_relaxed(word) + ahead;
             if (ticket >= call_.table().queues[queue].num_items) {
                 head.item.ticket = ticket;
                 head.verdict = kExhausted;
@@ -151,15 +201,20 @@ class Picker {
                 locate(queue, ticket, &head.item);
                 head.time = item_time(call_.table(), head.item);
             }
-            if (head.item.num_rows != 0) break;
+            if (head.item.num_rows != 0 || ahead != 0) break;
             // An item without rows needs no wait and does nothing: whoever sees it passes it.
             call_.target.compare_and_swap(word, ticket, ticket + 1);
         }
         head.verdict = kMustWait;
-        if (head.time >= *best_time) return;  // of the heads of this lane, not the first to run
+        if (head.item.num_rows == 0) return;
+        // Of the heads of this lane not the first to run, or after one that is not.
+        const u32 best = look.heads[call_.target.lane()].best;
+        if (best != kNumQueues && best != queue &&
+            (ahead != 0 || head.time >= look.heads[best].time))
+            return;
         if (!can_run(call_, head.item, nullptr)) return;
         head.verdict = kCanRun;
-        *best_time = head.time;
+        if (ahead == 0) look.heads[call_.target.lane()].best = queue;
     }
 
     // Stages are passed in order, from where the head was last.

@@ -38,7 +38,7 @@ struct HostBlock {
     u32 arrived = 0;
     u32 generation = 0;
     alignas(16) u8 slots[2][256];
-    alignas(16) u8 state[1024];
+    alignas(16) u8 state[8448];
 };
 
 class HostTarget {

@@ -44,7 +44,7 @@ PICKING: CallSites = {
     },
     "compare_and_swap": {
         "look_at < look": 1,  # passes an item without rows
-        "choose < run_items": 1,  # claims the item: releases and acquires, see exhausted()
+        "claim < choose": 1,  # claims the item: releases and acquires, see exhausted()
         "abort_call < give_up": 1,  # one record per rank
         "raise_abort_from < raise_abort": 2,  # the home word, then all others
     },
@@ -64,6 +64,7 @@ PICKING: CallSites = {
         "leave < run_items": 1,  # the epoch: the next call may start
     },
     "barrier": {
+        "begin < run_items": 1,  # how many items to look at, to all lanes
         "run_items < exchange_block": 1,  # what the lanes have seen, to lane 0
         "broadcast < run_items": 1,  # the item, and what lane 0 has seen, to all lanes
     },
