@@ -8,7 +8,7 @@ what blocks would copy if claims never met. The times are estimates from the dep
 look, not measured: read the ratios.
 
 Example: 22 blocks, chunks of 128 KiB that take a block 8.7 us, looks of 10 us: 22 blocks could
-copy 154 GB/s; where losers look again, one item is claimed in about 10 us, 14 GB/s.
+copy 154 GB/s; where losers look again, one item is claimed in about 10 us, 13 GB/s.
 """
 
 from __future__ import annotations

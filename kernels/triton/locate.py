@@ -21,8 +21,8 @@ class Located(NamedTuple):
     """Items of tickets, int64 tensors of one shape.
 
     ticket; queue; stage: within the queue; record: the stage's address. stream, chunk; first_row,
-    num_rows: of the chunk, in the stream; first_segment: the first that reaches into it. full:
-    where there is such an item, and it has rows; elsewhere the others say nothing.
+    num_rows: of the chunk, in the stream; first_segment: the first that reaches into it. here:
+    whether there is such an item; full: whether it has rows; elsewhere the others say nothing.
     """
 
     ticket: tl.tensor
@@ -34,6 +34,7 @@ class Located(NamedTuple):
     first_row: tl.tensor
     num_rows: tl.tensor
     first_segment: tl.tensor
+    here: tl.tensor
     full: tl.tensor
 
 
@@ -112,6 +113,7 @@ def locate(call, queue, ticket, live):
         first_row=first_row,
         num_rows=num_rows,
         first_segment=segment,
+        here=live,
         full=reached & (row < first_row + num_rows),
     )
 

@@ -75,8 +75,8 @@ def take(call, heads, queue):
     """Claim the head of a queue, which can run; where another block has been quicker, one after it.
 
     Blocks that look at the same time choose the same head: if all but one looked again, an item
-    would be claimed in the time of a look. Returns 1 and the item; or 0, where others have taken
-    all that were looked at.
+    would be claimed in the time of a look. Returns 1 and the item; or 0, where the next one cannot
+    run, or others have taken all that were looked at.
     """
     item = item_of(call, heads, queue)
     word = _ticket_word(call, queue)
@@ -86,10 +86,14 @@ def take(call, heads, queue):
         found = items_from(call, queue, ticket)
         first = ticket
         end = first + num_runnable(call, queue, found)
+        full = tl.sum(tl.where(found.full, (found.ticket * 0 + 1) << (found.ticket - first), 0))
         while (got == 0) & (ticket < end):
             seen = swap_if(word, ticket, ticket + 1)
-            got = (seen == ticket).to(tl.int64)
-            ticket = tl.where(got != 0, ticket, seen)
+            if seen == ticket:
+                got = full >> (ticket - first) & 1
+                ticket += 1 - got  # without rows: passed
+            else:
+                ticket = seen
         item = nth_item(call, queue, found, ticket - first)
     return got, item
 

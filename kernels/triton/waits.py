@@ -136,8 +136,9 @@ def _num_heard(call, waits, wanted, here, count):
 
 @triton.jit
 def num_runnable(call, queue, found):
-    """Of located items of a queue whose head could run, [NEXT], how many can run, from the first.
-    Acquires what their flags vouch for. The first that waits for too many flags ends them."""
+    """Of located items of a queue whose head could run, [NEXT], how many can run or have no rows,
+    from the first on; one that waits for more than 32 flags ends them. Acquires what their flags
+    vouch for."""
     items = Item(
         queue=queue,
         ticket=found.ticket[:, None],
@@ -159,7 +160,7 @@ def num_runnable(call, queue, found):
     there = tl.min(((seen >= wanted) | (here == 0)).to(tl.int64), axis=1) != 0
     few = tl.max(_num_waits(call, items), axis=1) <= _WAITS
     n = lanes(NEXT)
-    count = tl.min(tl.where(found.full & there & few, NEXT, n))
+    count = tl.min(tl.where(found.here & there & (few | (found.full == 0)), NEXT, n))
     if len(call.wire) != PEER:
         count = _num_heard(call, waits, wanted, here, count)
         acquire(flag, here & (n < count)[:, None])

@@ -98,13 +98,20 @@ class Nic:
 class Library:
     """The functions of one library, by the names of the wrappers. faults: what is done wrong on
     purpose: "no beats", "no notices" (of NCCL), "no quiet", "early flags", "sets" (signals set,
-    not add)."""
+    not add).
+
+    A library need not vouch at once for what can be seen: of each value that a flag has it denies
+    the first question or not, by chance, and `granted` are the flags that it has vouched for.
+    """
 
     def __init__(self, seed: int, delay_s: float, faults: tuple[str, ...]) -> None:
         self.nic = Nic(seed, delay_s)
         self.control, self.data = (0, [0]), (0, [0])  # own address, bases by rank
         self.windows: tuple[int, int] = (0, 0)  # tables that stand for windows
         self.called: set[str] = set()
+        self.granted: set[tuple[int, int]] = set()  # a flag's address, what it held
+        self._denied: set[tuple[int, int]] = set()
+        self._random = random.Random(seed)
         self._faults = faults
 
     def call(self, name: Any, arguments: Any) -> Any:
@@ -126,6 +133,15 @@ class Library:
             transfer.value, transfer.add = 0, True
         self.nic.begin(transfer)
 
+    def _vouch(self, flag: int) -> int:
+        """What the flag holds, or 0."""
+        value = ctypes.c_int64.from_address(flag).value
+        if (flag, value) not in self._denied and self._random.random() < 0.3:
+            self._denied.add((flag, value))
+            return 0
+        self.granted.add((flag, value))
+        return value
+
     # -- NVSHMEM -----------------------------------------------------------------------------------
 
     def nvshmem_put(
@@ -142,7 +158,7 @@ class Library:
         self._begin(Transfer(self._there(word, pe, self.control), value, operation == _ADD))
 
     def nvshmem_test(self, flag: int, stamp: int) -> int:
-        return int(ctypes.c_uint64.from_address(flag).value >= stamp)
+        return int(self._vouch(flag) >= stamp)
 
     def nvshmem_quiet(self, _: int) -> None:
         if "no quiet" not in self._faults:
@@ -180,7 +196,7 @@ class Library:
 
     def gin_signal(self, window: int, word: int) -> int:
         assert window == self.windows[0]
-        return int(ctypes.c_int64.from_address(self.control[0] + word).value)
+        return self._vouch(self.control[0] + word)
 
     def gin_counter(self, comm: int, context: int) -> int:
         if "no quiet" in self._faults:

@@ -30,7 +30,7 @@ def cases(rank: int, ranks: int, servers: int, policy: str, names: tuple[str, ..
     """Rows that this rank has sent to other servers, in all."""
     del rank
     known = {case.name: case for case in NAMED}
-    options: dict[str, Any] = {"policy": policy, "num_blocks": 1, "chunk_bytes": 1000}
+    options: dict[str, Any] = {"policy": policy, "num_blocks": 1, "chunk_bytes": 3000}
     with triton_communicator(servers, **options) as comm:
         return sum(check_case(comm, Data(known[name], servers, ranks)) for name in names)
 

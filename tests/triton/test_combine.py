@@ -93,7 +93,7 @@ MIXED = tuple(
 def test_sums_are_those_of_the_host(
     interpreting_pools: SharedPools, servers: int, num_ranks: int, policy: str, which: slice
 ) -> None:
-    options = {"policy": policy, "chunk_bytes": 500, "num_blocks": 2}
+    options = {"policy": policy, "chunk_bytes": 800, "num_blocks": 2}
     pool, asked = interpreting_pools.pool(num_ranks), MIXED[which]
     done = pool.run(same_as_host, servers, 128, options, asked, timeout_s=120)
     for names, num_nan in done:

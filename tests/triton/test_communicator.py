@@ -56,7 +56,7 @@ def all_to_alls(rank: int, ranks: int, servers: int) -> None:
     del rank
     rng = np.random.default_rng(3)
     for k, (policy, dtype) in enumerate(POLICIES.items()):
-        with triton_communicator(servers, policy=policy, num_blocks=1, chunk_bytes=200) as comm:
+        with triton_communicator(servers, policy=policy, num_blocks=1, chunk_bytes=300) as comm:
             traffic = random_traffic(servers, ranks // servers, rng, 8, "")
             if k == 1:
                 traffic[0] = 0
@@ -75,7 +75,7 @@ def test_all_to_all(interpreting_pools: SharedPools, topology: tuple[int, int]) 
 def steps(rank: int, ranks: int, servers: int, layout: str, policy: str) -> None:
     """Forward, backward, the handle again, as on the host."""
     del rank, ranks
-    options: dict[str, Any] = {"policy": policy, "num_blocks": 1, "chunk_bytes": 512}
+    options: dict[str, Any] = {"policy": policy, "num_blocks": 1, "chunk_bytes": 1024}
     with (
         Communicator(servers=servers, **options) as host,
         triton_communicator(servers, **options) as comm,
@@ -114,13 +114,13 @@ def static_steps(rank: int, ranks: int, planner: str) -> None:
     """Kernels in C++ prepare what those in Triton move, and are loaded only now."""
     del rank, ranks
     case = StaticCase(planner=planner, num_blocks=1)
-    with triton_communicator(2, num_blocks=1, chunk_bytes=300) as comm:
+    with triton_communicator(2, num_blocks=1, chunk_bytes=600) as comm:
         runtime: Any = comm._runtime
         loaded = runtime.kernels._functions
         assert not [key for key in loaded if "fastkern_static" in str(key)]
         with static_of(comm, case) as exchange:
             assert [key for key in loaded if "fastkern_static" in str(key)]
-            for k, given in enumerate(steps_of_static(comm, case, 5, 1)):
+            for k, given in enumerate(steps_of_static(comm, case, 3, 1)):
                 right, y = sums_of(comm, case, given)
                 got = exchange.dispatch(given.xs, given.idx, given.weights)
                 z = exchange.combine(experts(case, got.recv_x[0]), got.recv_topk_weights)
@@ -137,7 +137,7 @@ def test_static_exchanges(interpreting_pools: SharedPools, planner: str) -> None
 
 def traced(rank: int, ranks: int, folder: str) -> dict[str, Any]:
     del rank, ranks
-    options: dict[str, Any] = {"policy": "whole", "num_blocks": 3, "chunk_bytes": 400}
+    options: dict[str, Any] = {"policy": "whole", "num_blocks": 3, "chunk_bytes": 600}
     with triton_communicator(2, **options) as comm:
         return traced_calls(comm, folder)
 
