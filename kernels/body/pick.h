@@ -217,13 +217,20 @@ class Picker {
         if (ahead == 0) look.heads[call_.target.lane()].best = queue;
     }
 
-    // Stages are passed in order, from where the head was last.
+    // The first stage that ends after the ticket: mostly that of the last look at this place, which
+    // is tried first; else among those after it.
     FASTKERN_DEVICE void locate(u32 queue, u64 ticket, Item* item) const {
-        const Stage* stages = call_.table().stages + call_.table().queues[queue].first_stage;
-        u32 k = item->stage;
-        while (ticket >= stages[k].first_item + u64{stages[k].num_chunks} * stages[k].num_streams)
-            ++k;
-        make_item(call_.table(), queue, k, ticket, item);
+        const Queue& q = call_.table().queues[queue];
+        const Stage* stages = call_.table().stages + q.first_stage;
+        u32 low = item->stage, high = q.num_stages;
+        for (u32 mid = low; low < high; mid = (low + high) / 2) {
+            const Stage& stage = stages[mid];
+            if (ticket < stage.first_item + u64{stage.num_chunks} * stage.num_streams)
+                high = mid;
+            else
+                low = mid + 1;
+        }
+        make_item(call_.table(), queue, low, ticket, item);
     }
 
     FASTKERN_DEVICE void wait_a_little(Look& look, u64 claimed, const Item& stuck) const {
