@@ -8,23 +8,25 @@
 //
 // Blocks that look at the same time choose the same head, and one gets it. A look takes several
 // reads in a row, so the others do not look again at once: a swap that fails says which item is
-// next, and they swap from there on, as long as it is an item that they have seen can run. For that
-// they look at a window of items of each queue, more lanes side by side; it is open while claims
-// are lost, and one item wide otherwise. What has been seen stays true: in a call tickets only
-// grow, flags are only raised and exhausted queues stay so, and what can run once can run until the
-// call ends. (All but can_send(), which paces a link: others may fill it between look and claim, of
-// a head as of any item, by an item each at most.)
+// next, and they swap from there on, as long as it is an item that they have seen can run, or one
+// without rows, which they pass. For that they look at a window of items of each queue, more lanes
+// side by side; it is open at the start, when all come at once, and while claims are lost, and one
+// item wide otherwise. What has been seen stays true: in a call tickets only grow, flags are only
+// raised and exhausted queues stay so, and what can run once can run until the call ends. (All but
+// can_send(), which paces a link: others may fill it between look and claim, of a head as of any
+// item, by an item each at most.)
 //
 // Memory order. The lane that looks at an item acquires its flags; the barrier between look() and
 // choose() hands that on to lane 0, whose claim hands it to whoever reads the ticket, and the
 // barrier of the broadcast to all lanes, which then read what the flags vouch for.
 //
 // Example: heads are pack 3 (time 8, can run), put 1 (time 6, its pack flag is not there), land 0
-// (time 11, can run). Two blocks swap the ticket of pack from 3 to 4. The one that loses has found
-// 4 there, but has looked at heads only: it looks again, with 128 lanes at 16 items of each queue,
-// of pack 4 to 19. Meanwhile others have taken 4 to 6: its swap from 4 finds 7, that from 7 gets
-// pack 7. The block's next look is at 16 items again; where it gets a head at once, that after it
-// is at 8, then 4, 2 and 1.
+// (time 11, can run). Two blocks that have lost no claim lately swap the ticket of pack from 3 to
+// 4. The one that loses has found 4 there, but has looked at heads only: it looks again, with 128
+// lanes at 16 items of each queue, of pack 4 to 19. Meanwhile others have taken 4 to 6: its swap
+// from 4 finds 7, that from 7 gets pack 7. (Had 7 no rows, it would have passed it and gone on to
+// 8.) The block's next look is at 16 items again; where it gets a head at once, that after it is at
+// 8, then 4, 2 and 1.
 #pragma once
 
 #include "kernels/body/items.h"
@@ -40,7 +42,8 @@ struct Choice {
     u32 reserved;
 };
 
-enum Verdict : u32 { kExhausted, kMustWait, kCanRun };
+// Of an item. Claims go on to those from kNoRows on.
+enum Verdict : u32 { kExhausted, kMustWait, kNoRows, kCanRun };
 
 // How many items of a queue a block looks at after it has lost a claim: as many as it has lanes
 // for, within these bounds.
@@ -111,11 +114,11 @@ class Picker {
             look.last_seen_of_all = 0;
             look.idle_rounds = 0;
             look.looked = 0;
-            look.window = 1;
             const u32 lanes = target.num_lanes() / kNumQueues;  // for each queue
             look.open_window = lanes < kLeastWindow  ? kLeastWindow
                                : lanes > kMostWindow ? kMostWindow
                                                      : lanes;
+            look.window = look.open_window;
         }
         target.barrier();  // the window, to all lanes
     }
@@ -164,21 +167,25 @@ class Picker {
     FASTKERN_DEVICE Look& shared_look() const { return call_.target.template shared<Look>(); }
 
     // Where others were faster, the ticket says which item is next: that one, if it was looked at.
+    // The head can run. An item without rows, further on, is passed: nobody has to run it.
     FASTKERN_DEVICE bool claim(Look& look, u32 queue, Item* item) const {
         u64* const word = &call_.control().tickets[queue];
         const u32 num_items = look.window * kNumQueues;
         look.window = (look.window + 1) / 2;
         for (u32 k = queue; k < num_items;) {
             const u64 ticket = look.heads[k].item.ticket;
-            const u64 held = call_.target.compare_and_swap(word, ticket, ticket + 1);
-            if (held == ticket) {
+            u64 next = call_.target.compare_and_swap(word, ticket, ticket + 1);
+            if (next != ticket) {
+                look.window = look.open_window;
+            } else if (look.heads[k].verdict == kCanRun) {
                 *item = look.heads[k].item;
                 return true;
+            } else {
+                ++next;
             }
-            look.window = look.open_window;
             do k += kNumQueues;
             while (k < num_items &&
-                   (look.heads[k].item.ticket != held || look.heads[k].verdict != kCanRun));
+                   (look.heads[k].item.ticket != next || look.heads[k].verdict < kNoRows));
         }
         return false;
     }
@@ -201,12 +208,14 @@ class Picker {
                 locate(queue, ticket, &head.item);
                 head.time = item_time(call_.table(), head.item);
             }
-            if (head.item.num_rows != 0 || ahead != 0) break;
-            // An item without rows needs no wait and does nothing: whoever sees it passes it.
+            if (head.item.num_rows != 0) break;
+            // An item without rows needs no wait and does nothing: whoever sees it passes it, here
+            // or when it comes to it in claim().
+            head.verdict = kNoRows;
+            if (ahead != 0) return;
             call_.target.compare_and_swap(word, ticket, ticket + 1);
         }
         head.verdict = kMustWait;
-        if (head.item.num_rows == 0) return;
         // Of the heads of this lane not the first to run, or after one that is not.
         const u32 best = look.heads[call_.target.lane()].best;
         if (best != kNumQueues && best != queue &&
