@@ -40,6 +40,7 @@ class Transfer:
     source: int = 0
     num_bytes: int = 0
     context: int = 0
+    late_s: float = 0.0
 
 
 class Nic:
@@ -84,7 +85,7 @@ class Nic:
                     return
                 k = 0 if self._delay_s else self._random.randrange(len(self._pending))
                 transfer = self._pending.pop(k)
-            time.sleep(self._delay_s or self._random.random() * 0.02)
+            time.sleep(transfer.late_s + (self._delay_s or self._random.random() * 0.02))
             if transfer.num_bytes:
                 ctypes.memmove(transfer.to, transfer.source, transfer.num_bytes)
                 self.read[transfer.context] += 1
@@ -128,6 +129,7 @@ class Library:
 
     def _begin(self, transfer: Transfer) -> None:
         if "early flags" in self._faults and transfer.num_bytes:
+            transfer.late_s = 0.1  # who looks at flags has time to see them
             word = ctypes.c_uint64.from_address(transfer.word)
             word.value = word.value * transfer.add + transfer.value
             transfer.value, transfer.add = 0, True
@@ -136,7 +138,8 @@ class Library:
     def _vouch(self, flag: int) -> int:
         """What the flag holds, or 0."""
         value = ctypes.c_int64.from_address(flag).value
-        if (flag, value) not in self._denied and self._random.random() < 0.3:
+        early = "early flags" in self._faults
+        if not early and (flag, value) not in self._denied and self._random.random() < 0.3:
             self._denied.add((flag, value))
             return 0
         self.granted.add((flag, value))

@@ -120,7 +120,7 @@ def static_steps(rank: int, ranks: int, planner: str) -> None:
         assert not [key for key in loaded if "fastkern_static" in str(key)]
         with static_of(comm, case) as exchange:
             assert [key for key in loaded if "fastkern_static" in str(key)]
-            for k, given in enumerate(steps_of_static(comm, case, 3, 1)):
+            for k, given in enumerate(steps_of_static(comm, case, 2, 1)):
                 right, y = sums_of(comm, case, given)
                 got = exchange.dispatch(given.xs, given.idx, given.weights)
                 z = exchange.combine(experts(case, got.recv_x[0]), got.recv_topk_weights)

@@ -76,8 +76,9 @@ def late_calls(
     del rank
     said = ""
     rng = np.random.default_rng(5)
-    options: dict[str, Any] = {"cross_rail": policy == "direct", "chunk_bytes": 32}
-    options["progress_timeout_s"] = 2.0 if faults else 90.0
+    options: dict[str, Any] = {"cross_rail": policy == "direct", "chunk_bytes": 64}
+    if faults:  # more puts to go wrong
+        options |= {"progress_timeout_s": 2.0, "chunk_bytes": 32}
     with late_communicator(transport, servers, faults=faults, policy=policy, **options) as (
         comm,
         library,

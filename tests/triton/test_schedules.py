@@ -56,7 +56,7 @@ def shuffled(rank: int, ranks: int, seed: int, gates_hold: bool) -> None:
             if not gates_hold:  # nobody waits long for those that have seen it
                 options |= {"entry_timeout_s": 2.0, "progress_timeout_s": 2.0}
             with triton_communicator(2, **options) as comm:
-                for k in range(2):
+                for k in range(2 if policy == "whole" else 1):
                     time.sleep(rng.random() * 0.05)
                     traffic = random_traffic(2, ranks // 2, data, 6, "")
                     call_once(comm, traffic, torch.int16, k, "plain")
