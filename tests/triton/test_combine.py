@@ -86,7 +86,7 @@ MIXED = tuple(
         (2, 4, "whole", slice(0, None, 2)),
         (2, 4, "direct", slice(1, None, 2)),
         (1, 3, "auto", slice(0, None, 2)),
-        (3, 3, "split", slice(0, None, 2)),
+        (3, 3, "split", slice(2, None, 4)),
     ],
     ids=["2x2, whole", "2x2, direct", "1x3", "3x1"],
 )
