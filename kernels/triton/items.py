@@ -122,19 +122,24 @@ def _of(values, here):
 
 
 @triton.jit
-def item_of(call, heads, queue):
-    """The head of one queue."""
-    here = queue_lanes() == queue
+def _item_at(call, queue, found, here):
+    """The one that `here` marks, of heads or of located items."""
     return Item(
         queue=queue,
-        ticket=_of(heads.ticket, here),
-        stage=_of(heads.stage, here),
-        stream=call.streams + _of(heads.stream, here) * at.SIZEOF_STREAM,
-        chunk=_of(heads.chunk, here),
-        first_row=_of(heads.first_row, here),
-        num_rows=_of(heads.num_rows, here),
-        first_segment=_of(heads.first_segment, here),
+        ticket=_of(found.ticket, here),
+        stage=_of(found.stage, here),
+        stream=call.streams + _of(found.stream, here) * at.SIZEOF_STREAM,
+        chunk=_of(found.chunk, here),
+        first_row=_of(found.first_row, here),
+        num_rows=_of(found.num_rows, here),
+        first_segment=_of(found.first_segment, here),
     )
+
+
+@triton.jit
+def item_of(call, heads, queue):
+    """The head of one queue."""
+    return _item_at(call, queue, heads, queue_lanes() == queue)
 
 
 @triton.jit
@@ -148,14 +153,4 @@ def items_from(call, queue, ticket):
 @triton.jit
 def nth_item(call, queue, found, n):
     """One of items_from."""
-    here = lanes(NEXT) == n
-    return Item(
-        queue=queue,
-        ticket=_of(found.ticket, here),
-        stage=_of(found.stage, here),
-        stream=call.streams + _of(found.stream, here) * at.SIZEOF_STREAM,
-        chunk=_of(found.chunk, here),
-        first_row=_of(found.first_row, here),
-        num_rows=_of(found.num_rows, here),
-        first_segment=_of(found.first_segment, here),
-    )
+    return _item_at(call, queue, found, lanes(NEXT) == n)

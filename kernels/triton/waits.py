@@ -24,11 +24,12 @@ _OWN_WAITS = tl.constexpr(2)
 
 
 class Waits(NamedTuple):
-    """[32] flags of this rank that an item waits for, or [n, 32] of n items: slot, value of this
-    call, writer; here: 1 where the lane stands for one."""
+    """[32] flags of this rank that an item waits for, or [n, 32] of n items: slot; flag: its
+    address; wanted: what it must hold; writer. here: where the lane stands for one."""
 
     slot: tl.tensor
-    value: tl.tensor
+    flag: tl.tensor
+    wanted: tl.tensor
     writer: tl.tensor
     here: tl.tensor
 
@@ -82,7 +83,20 @@ def _waits_of(call, item, number):
         slot = tl.where(more, wanted, slot)
         writer = tl.where(more, get(link, at.LINK_RANK, more), writer)
         here = here | more
-    return Waits(slot=slot, value=value, writer=writer, here=here.to(tl.int64))
+    here = here != 0  # a mask, in the interpreter too
+    return Waits(
+        slot=slot,
+        flag=call.flags + tl.where(here, slot, 0) * 8,
+        wanted=tl.where(here, stamp(call, value), 0),
+        writer=writer,
+        here=here,
+    )
+
+
+@triton.jit
+def _are_there(waits, seen):
+    """Of flags as they have been seen; true where a lane stands for none."""
+    return ((seen >= waits.wanted) | (waits.here == 0)).to(tl.int64)
 
 
 @triton.jit
@@ -103,14 +117,11 @@ def can_run(call, item):
     first = item.queue * 0
     while (ready != 0) & (first < num_waits):
         waits = _waits_of(call, item, first + lanes(_WAITS))
-        here = waits.here != 0
-        flag = call.flags + tl.where(here, waits.slot, 0) * 8
-        wanted = tl.where(here, stamp(call, waits.value), 0)
-        ready = tl.min((peek(flag, here) >= wanted).to(tl.int64) | (1 - waits.here))
+        ready = tl.min(_are_there(waits, peek(waits.flag, waits.here)))
         if ready != 0:
             if len(call.wire) != PEER:
-                heard = network.flags_seen(call, waits.slot, wanted, waits.writer, here)
-            ready = tl.min((acquire(flag, here) >= wanted).to(tl.int64) | (1 - waits.here))
+                heard = network.flags_seen(call, waits.slot, waits.wanted, waits.writer, waits.here)
+            ready = tl.min(_are_there(waits, acquire(waits.flag, waits.here)))
             if len(call.wire) != PEER:
                 ready = ready & heard
         first += _WAITS
@@ -118,7 +129,7 @@ def can_run(call, item):
 
 
 @triton.jit
-def _num_heard(call, waits, wanted, here, count):
+def _num_heard(call, waits, here, count):
     """Of so many items whose flags have been seen: those whose far ones the library vouches for."""
     row = lanes(NEXT)[:, None]
     heard = count * 0
@@ -127,9 +138,9 @@ def _num_heard(call, waits, wanted, here, count):
         this = here & (row == heard)
         some = tl.max(this.to(tl.int32), axis=0) != 0
         slot = tl.sum(tl.where(this, waits.slot, 0), axis=0)
-        value = tl.sum(tl.where(this, wanted, 0), axis=0)
+        wanted = tl.sum(tl.where(this, waits.wanted, 0), axis=0)
         writer = tl.sum(tl.where(this, waits.writer, 0), axis=0)
-        asked = network.flags_seen(call, slot, value, writer, some)
+        asked = network.flags_seen(call, slot, wanted, writer, some)
         heard += asked
     return heard
 
@@ -150,20 +161,19 @@ def num_runnable(call, queue, found):
         first_segment=found.first_segment[:, None],
     )
     waits = _waits_of(call, items, lanes(_WAITS)[None, :])
-    here = (waits.here != 0) & found.full[:, None]
-    flag = call.flags + tl.where(here, waits.slot, 0) * 8
-    wanted = tl.where(here, stamp(call, waits.value), 0)
+    here = waits.here & found.full[:, None]  # elsewhere streams are any
     if len(call.wire) == PEER:  # noqa: SIM108
-        seen = acquire(flag, here)
+        seen = acquire(waits.flag, here)
     else:
-        seen = peek(flag, here)
-    there = tl.min(((seen >= wanted) | (here == 0)).to(tl.int64), axis=1) != 0
+        seen = peek(waits.flag, here)
+    there = tl.min(_are_there(waits, seen), axis=1) != 0
     few = tl.max(_num_waits(call, items), axis=1) <= _WAITS
     n = lanes(NEXT)
-    count = tl.min(tl.where(found.here & there & (few | (found.full == 0)), NEXT, n))
+    ready = found.here & ((there & few) | (found.full == 0))
+    count = tl.min(tl.where(ready, NEXT, n))
     if len(call.wire) != PEER:
-        count = _num_heard(call, waits, wanted, here, count)
-        acquire(flag, here & (n < count)[:, None])
+        count = _num_heard(call, waits, here, count)
+        acquire(waits.flag, here & (n < count)[:, None])
     return count
 
 
@@ -189,15 +199,12 @@ def first_missing(call, item):
     first = item.queue * 0
     while (found == 0) & (first < num_waits):
         waits = _waits_of(call, item, first + lanes(_WAITS))
-        here = waits.here != 0
-        flag = call.flags + tl.where(here, waits.slot, 0) * 8
-        wanted = tl.where(here, stamp(call, waits.value), 0)
-        values = peek(flag, here)
-        lane = tl.where(here & (values < wanted), lanes(_WAITS), _WAITS)
+        values = peek(waits.flag, waits.here)
+        lane = tl.where(_are_there(waits, values) == 0, lanes(_WAITS), _WAITS)
         which = tl.min(lane)
         if which < _WAITS:
             found += 1
-            expected = tl.sum(tl.where(lanes(_WAITS) == which, wanted, 0))
+            expected = tl.sum(tl.where(lanes(_WAITS) == which, waits.wanted, 0))
             seen = tl.sum(tl.where(lanes(_WAITS) == which, values, 0))
             peer = tl.sum(tl.where(lanes(_WAITS) == which, waits.writer, 0))
             slot = tl.sum(tl.where(lanes(_WAITS) == which, waits.slot, 0))
